@@ -1,4 +1,7 @@
-"""Turns at work that takes long, shared fairly among tenants."""
+"""Turns at work that takes long, shared fairly among tenants.
+
+A signal that lets one coroutine sleep until it has work.
+"""
 
 import asyncio
 from collections import Counter, OrderedDict, deque
@@ -79,3 +82,23 @@ class FairTurns:
 
     def _may_work(self, tenant: str) -> bool:
         return self.num_working < self._slots and self._working[tenant] < self._slots_per_tenant
+
+
+class Waker:
+    """Signal for one sleeper.
+
+    `wake` without a sleeper is lost, so check for work before `sleep`.
+    """
+
+    __slots__ = ("_sleep",)
+
+    def __init__(self) -> None:
+        self._sleep: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self._sleep is not None and not self._sleep.done():
+            self._sleep.set_result(None)
+
+    async def sleep(self) -> None:
+        self._sleep = asyncio.get_running_loop().create_future()
+        await self._sleep

@@ -1,20 +1,47 @@
 """Logging of every process: to standard error, as text or JSON, with the id of the request.
 
 No prompt, completion or secret is ever logged.
+
+Trace context of a request: W3C `traceparent` from gRPC metadata or HTTP headers.
 """
 
 import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
 from cluster.errors import StartError
 from cluster.settings import LogSettings
-from cluster.trace_context import trace_id
+
+HEADER = "traceparent"
+_HEX = frozenset("0123456789abcdef")
+traceparent: ContextVar[str] = ContextVar(HEADER, default="")
+"""Trace context of the request that the current task serves; empty where the client sent none."""
+
+
+def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Return the trace context in a gRPC call's metadata."""
+    for name, value in metadata or ():
+        if name == HEADER and isinstance(value, str):
+            return value
+    return ""
+
+
+def from_headers(headers: Mapping[str, str]) -> str:
+    """Return the trace context in HTTP headers, whose names are in lower case."""
+    return headers.get(HEADER, "")
+
+
+def trace_id() -> str:
+    """Return the trace id of the current task's request; empty without a valid trace context."""
+    version, _, rest = traceparent.get().partition("-")
+    trace, _, rest = rest.partition("-")
+    return trace if len(version) == 2 and len(trace) == 32 and rest and _HEX.issuperset(trace) else ""
+
 
 VARIABLE = "TANDEM_LOG"
 LEVELS = ("debug", "info", "warning", "error")

@@ -1,9 +1,14 @@
-"""Settings shared by processes of several roles."""
+"""Settings shared by processes of several roles.
+
+Names of the worker roles.
+"""
 
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, Field
+
+from protos import membership_pb2 as pb
 
 
 class LogSettings(BaseModel):
@@ -61,3 +66,8 @@ class DiscoverySettings(BaseModel):
     variable TANDEM_REDIS_PASSWORD."""
     cluster_name: str = Field(default="tandem", min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")
     """Prefix of every Redis key; clusters that share a Redis need different names."""
+
+
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, Role] = ("prefill", "decode")
+ON_WIRE: dict[Role, "pb.Role.ValueType"] = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}

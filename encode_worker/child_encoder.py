@@ -5,8 +5,8 @@ import logging
 
 from cluster.errors import InvalidRequest, StartError, Unavailable
 from engine.config import WorkerConfig
-from engine.media.encoder import Embeddings
-from kvcache.items import Item
+from engine.media import Embeddings
+from kvcache.block_keys import Item
 from preprocessor.children import GONE, RESTART_S, Child
 from preprocessor.frames import Frame
 

@@ -6,7 +6,7 @@ import socket
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from engine.model.hub import ModelPath
-from preprocessor.media_settings import MediaSettings
+from preprocessor.config import MediaSettings
 
 
 class EncoderConfig(MediaSettings):

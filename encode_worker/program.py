@@ -1,8 +1,15 @@
-"""`python -m encode_worker --config FILE --set key=value`: one encode worker until SIGTERM."""
+"""`python -m encode_worker --config FILE --set key=value`: one encode worker until SIGTERM.
+
+Prometheus metrics of an encode worker, read when they are scraped.
+"""
 
 import logging
 import sys
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from cluster.errors import StartError
 from cluster.logs import set_up
@@ -13,13 +20,29 @@ from cluster.process.drain import Drain
 from cluster.process.life import Addresses, SignalledRole, run_role
 from encode_worker.child_encoder import ChildEncoder
 from encode_worker.config import EncoderConfig
-from encode_worker.metrics import EncodeCollector
 from encode_worker.service import NAME, EncodeService
 from engine.engine_kind import kind_of
 from engine.model.hub import fetch_beside
 from protos import encode_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+
+class EncodeCollector(Collector):
+    """Collector of items and memory."""
+
+    def __init__(self, service: EncodeService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterable[Metric]:
+        items = CounterMetricFamily(
+            "tandem_encoded_items", "Items that workers asked for, computed or found.", labels=("origin",)
+        )
+        items.add_metric(("computed",), self._service.num_computed)
+        items.add_metric(("found",), self._service.num_found)
+        yield items
+        yield GaugeMetricFamily("tandem_embedding_bytes", "Embeddings in memory.", self._service.num_bytes)
+
 
 GRACE_S = 0.5
 """Seconds for calls in flight when the server stops."""

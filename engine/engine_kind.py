@@ -14,17 +14,16 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from cluster.roles import Role
-from engine.errors import EngineStartError
+from cluster.settings import Role
+from engine.core_types import EngineStartError
 from engine.model.hub import MODEL_FILES, RepositoryFiles
 from engine.settings import CommonSettings
-from kvtransfer.plugins import load_plugin, plugin_names
 from kvtransfer.ranks import MAX_RANKS
+from kvtransfer.registry import load_plugin, plugin_names
 
 if TYPE_CHECKING:
-    from engine.host.core_allocation import CoreAllocation
-    from engine.media.encoder import MediaEncoder
-    from engine.media.processor import MediaProcessor
+    from engine.host.cores import CoreAllocation
+    from engine.media import MediaEncoder, MediaProcessor
     from engine.model_runner import ModelRunner
 
 BUILT_IN = ("torch", "vllm", "sim")

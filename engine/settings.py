@@ -8,10 +8,9 @@ from typing import ClassVar, Final, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from cluster.config import Config
-from cluster.roles import Role
-from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
+from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings, Role
 from engine.core_types import GpuDevice, StepBudget
-from engine.host.cpu_affinity import num_available
+from engine.host.cores import num_available
 from engine.model.hub import ModelPath
 from kvcache.store.block_store import BUFFER_BYTES
 from kvcache.store.settings import StoreSettings

@@ -20,8 +20,7 @@ from engine.config import WorkerConfig
 from planner.runtime import PlannerConfig
 from preprocessor.config import PreprocessorConfig
 from router.config import RouterConfig
-from router.models.config import ModelEntry
-from router.models.fleet_config import FleetConfig
+from router.models.config import FleetConfig, ModelEntry
 
 CHART = Path(__file__).parent / "tandem"
 PATH = CHART / "values.schema.json"

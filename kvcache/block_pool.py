@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from kvcache.block_keys import BlockKey
-from kvcache.events import CacheEvent, Removed, Stored
-from kvcache.pool import NamedBlock
+from kvcache.pool import CacheEvent, NamedBlock, Removed, Stored
 
 
 class BlockPool:

@@ -6,11 +6,9 @@ import numpy as np
 
 from kvcache.block_keys import BlockKey, block_keys
 from kvcache.block_pool import BlockPool
-from kvcache.block_range import BlockRange, chain_range
 from kvcache.cached_blocks import CachedBlocks, StoreBelow
-from kvcache.chain import Chain
+from kvcache.chain import BlockRange, Chain, chain_range, quarantine_unbound, start_chain, usable_keys
 from kvcache.pool import NamedBlock
-from kvcache.sequence_blocks import quarantine_unbound, start_chain, usable_keys
 
 
 class KVCacheManager:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvcache.block_keys import BlockKey
-from kvcache.block_range import BlockRange
 from kvcache.cached_blocks import CachedBlocks, StoreBelow
-from kvcache.chain import Chain
+from kvcache.chain import BlockRange, Chain
 
 
 class KvView(Protocol):

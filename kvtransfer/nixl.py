@@ -31,10 +31,19 @@ from kvtransfer.transport import (
     check_spans,
     max_blocks_per_read,
 )
-from kvtransfer.ucx.lanes import process_lane_log
-from kvtransfer.ucx.nixl_agent import Endpoint, Memory, make_agent, module, parse_endpoint
-from kvtransfer.ucx.nixl_lane import Drop, Job, Lane, NixlPeer, Posted
-from kvtransfer.ucx.strict_lanes import StrictLanes
+from kvtransfer.ucx.lanes import StrictLanes, process_lane_log
+from kvtransfer.ucx.nixl_lane import (
+    Drop,
+    Endpoint,
+    Job,
+    Lane,
+    Memory,
+    NixlPeer,
+    Posted,
+    make_agent,
+    module,
+    parse_endpoint,
+)
 
 CLOSED = "the transport was closed"
 SPIN_S = 200e-6

@@ -1,13 +1,31 @@
-"""Transports by name: `nixl` is built in, others are found by entry points of the group `tandem.transports`."""
+"""Transports by name: `nixl` is built in, others are found by entry points of the group `tandem.transports`.
+
+Parts of other packages, found by their entry points.
+"""
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
 
 from kvtransfer.errors import TransportUnavailable
-from kvtransfer.plugins import load_plugin, plugin_names
 from kvtransfer.transport import Transport
-from kvtransfer.ucx.strict_lanes import StrictLanes
+from kvtransfer.ucx.lanes import StrictLanes
+
+
+def plugin_names(group: str) -> list[str]:
+    """Return the names of a group's entry points, sorted."""
+    return sorted({entry.name for entry in entry_points(group=group)})
+
+
+def load_plugin(group: str, name: str) -> Any:
+    """Return the object that a group's entry point names; None where no installed package has such an entry point.
+
+    Raises whatever importing it raises.
+    """
+    return next((entry.load() for entry in entry_points(group=group, name=name)), None)
+
 
 GROUP = "tandem.transports"
 NIXL = "nixl"
@@ -58,7 +76,7 @@ def open_transport(
 
     `agent_name` must be unique among all processes that will ever meet.
 
-    Peers reach this process at `host`. `strict_lanes` are the permitted lanes, see `strict_lanes.py`; a process has one
+    Peers reach this process at `host`. `strict_lanes` are the permitted lanes, see `lanes.py`; a process has one
     such demand at most, since UCX learns it through the environment. `on_gpu`: pools may be in GPU memory.
 
     Raises TransportUnavailable when the transport does not start here, or when no package has it; TransportRefused when

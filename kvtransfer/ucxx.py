@@ -22,12 +22,17 @@ from kvtransfer.errors import PeerGone, TransferError, TransportUnavailable
 from kvtransfer.fingerprint import Folding
 from kvtransfer.registry import TransportOptions
 from kvtransfer.transport import AnyPool, DevicePool, Peer, Read, Span, Transport, check_spans
-from kvtransfer.ucx.lanes import process_lane_log
-from kvtransfer.ucx.strict_lanes import StrictLanes
-from kvtransfer.ucx.ucxx_control import Control, open_listener
-from kvtransfer.ucx.ucxx_end import Memory, Ucx
-from kvtransfer.ucx.ucxx_links import BorrowLink, Job, LendLink, Link, UcxxPeer
-from kvtransfer.ucx.ucxx_wire import ID_BYTES, MAC_BYTES, MAX_GREETING_BYTES, MAX_SPANS, UcxxEndpoint
+from kvtransfer.ucx.lanes import StrictLanes, process_lane_log
+from kvtransfer.ucx.ucxx_links import BorrowLink, Job, LendLink, Link, Memory, Ucx, UcxxPeer
+from kvtransfer.ucx.ucxx_wire import (
+    ID_BYTES,
+    MAC_BYTES,
+    MAX_GREETING_BYTES,
+    MAX_SPANS,
+    Control,
+    UcxxEndpoint,
+    open_listener,
+)
 
 CLOSED = "the transport was closed"
 LANES_OF = "ucp_tag_send"

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from cluster.logs import of
+from kvcache.block_keys import begun_items
 from kvcache.chain import Chain
-from kvcache.items import begun_items
 from kvcache.kv_stats import LOCAL, REMOTE, STORE
 from kvcache.kv_view import KvView
 from kvtransfer.errors import TransferError
@@ -39,13 +39,11 @@ from loans.borrower import (
     Started,
 )
 from loans.loan import BorrowRequest, Post, Quarantined, ReadCompletion, TakenLoan
-from loans.messages import Blocks, Lender, Lent, Want
-from loans.messages import Started as LoanStarted
-from loans.network import LoanNetwork
+from loans.network import Blocks, Lender, Lent, LoanNetwork, Want
+from loans.network import Started as LoanStarted
 from loans.reads.block_reads import LocalRank, Rank, RemoteRank
 from loans.sources import LenderSource, LoanSource
-from loans.store.loans import StoreLoans
-from loans.store.source import StoreSource
+from loans.store import StoreLoans, StoreSource
 
 log = logging.getLogger(__name__)
 BLOCK_READ_BYTES = 64 << 20

@@ -4,8 +4,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from loans.messages import Lent, Peer, Want
-from loans.network import CUT_OFF, OTHER_VERSION, GivesLoans, LoanGiven, LoanNetwork, LoanTaken, TakesLoan
+from loans.network import (
+    CUT_OFF,
+    OTHER_VERSION,
+    GivesLoans,
+    Lent,
+    LoanGiven,
+    LoanNetwork,
+    LoanTaken,
+    Peer,
+    TakesLoan,
+    Want,
+)
 
 GONE = "no engine takes loans there"
 

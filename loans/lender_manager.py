@@ -7,14 +7,10 @@ from itertools import count, islice, takewhile
 from typing import Generic, Protocol, TypeVar
 
 from cluster.logs import of
-from kvcache.block_keys import BlockKey
-from kvcache.block_range import BlockRange
-from kvcache.chain import Chain
-from kvcache.items import Item, begun_items, items_fault
+from kvcache.block_keys import BlockKey, Item, begun_items, items_fault
+from kvcache.chain import BlockRange, Chain, belongs
 from kvcache.kv_stats import POOL
 from kvcache.kv_view import KvView
-from kvcache.sequence_blocks import belongs
-from loans.account import KvAccount
 from loans.borrower_manager import BorrowerManager
 from loans.lender import (
     Action,
@@ -30,10 +26,9 @@ from loans.lender import (
     StopComputing,
     Unhold,
 )
-from loans.loan import BorrowRequest, C
-from loans.messages import Blocks, Lender, Want
-from loans.messages import Started as LoanStarted
-from loans.network import LoanGiven
+from loans.loan import BorrowRequest, C, KvAccount
+from loans.network import Blocks, Lender, LoanGiven, Want
+from loans.network import Started as LoanStarted
 
 log = logging.getLogger(__name__)
 TOLD_TO_STOP = "this worker was told to stop"

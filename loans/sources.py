@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_keys import BlockKey
-from loans.messages import Lender, Want
-from loans.network import LoanNetwork, LoanTaken, TakesLoan
+from loans.network import Lender, LoanNetwork, LoanTaken, TakesLoan, Want
 from loans.reads.block_reads import LocalRank, Rank, RankRead, ReadProgress, ReadRun, RemoteRank
 
 RELEASE_BYTES = 32 << 20

@@ -6,7 +6,7 @@ Pure.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.roles import Role
+from cluster.settings import Role
 from protos import inference_pb2 as pb
 
 MOST_ROUTERS = 256

@@ -17,7 +17,7 @@ from typing import Any
 from cluster.errors import InvalidRequest, ServiceError, StartError, Unavailable
 from cluster.fair_turns import FairTurns
 from engine.config import WorkerConfig
-from engine.media.processor import (
+from engine.media import (
     MAX_THUMBNAIL_BYTES,
     MAX_THUMBNAILS,
     MediaInput,

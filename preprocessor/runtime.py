@@ -1,9 +1,15 @@
-"""Assembly and life of a preprocessor's process."""
+"""Assembly and life of a preprocessor's process.
+
+Prometheus metrics of a preprocessor, read when they are scraped.
+"""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from cluster.metrics import MetricsServer, new_registry
 from cluster.network.rpc import MAX_MESSAGE_BYTES, Server
@@ -15,10 +21,40 @@ from preprocessor.blobs import BlobStore
 from preprocessor.children import Children
 from preprocessor.config import PreprocessorConfig
 from preprocessor.fetching import Fetcher
-from preprocessor.metrics import PreprocessorCollector
 from preprocessor.service import MAX_FILES_BYTES, NAME, PreprocessService
 
 log = logging.getLogger(__name__)
+
+
+class PreprocessorCollector(Collector):
+    """Collector of items, refusals, processes and memory."""
+
+    def __init__(self, service: PreprocessService, models: Mapping[str, Children], blobs: BlobStore) -> None:
+        self._service = service
+        self._models = models
+        self._blobs = blobs
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "tandem_media_items", "Pictures, sounds and videos made ready.", self._service.num_items
+        )
+        refused = CounterMetricFamily(
+            "tandem_media_refused_requests", "Requests that were refused, by gRPC status.", labels=("code",)
+        )
+        for code, count in self._service.refusals.items():
+            refused.add_metric((code,), count)
+        yield refused
+        restarts = CounterMetricFamily(
+            "tandem_media_process_restarts",
+            "Child processes that were started again.",
+            labels=("model_name",),
+        )
+        for name, children in self._models.items():
+            restarts.add_metric((name,), children.num_restarts)
+        yield restarts
+        yield GaugeMetricFamily("tandem_media_blob_bytes", "Tensors in memory.", self._blobs.num_bytes)
+        yield GaugeMetricFamily("tandem_media_leased_bytes", "Tensors of running requests.", self._blobs.shares.total)
+
 
 END_S = 5.0
 """Seconds for streams that were told to end."""

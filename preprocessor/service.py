@@ -15,13 +15,12 @@ from cluster.fair_turns import FairTurns
 from cluster.logs import request_id
 from cluster.network.error_status import end_call
 from cluster.process.drain import Drain
-from engine.media.processor import MediaInput, MediaKind
-from kvcache.items import IDENTIFIER_BYTES
-from preprocessor.blobs import BlobStore, Lease
+from engine.media import MediaInput, MediaKind
+from kvcache.block_keys import IDENTIFIER_BYTES
+from preprocessor.blobs import BlobStore, Lease, Shares
 from preprocessor.children import Children
 from preprocessor.config import PreprocessorConfig
 from preprocessor.fetching import Fetcher
-from preprocessor.shares import Shares
 from protos import inference_pb2, items_pb2
 from protos import preprocess_pb2 as pb
 

@@ -13,7 +13,7 @@ from router.batches.config import BatchesConfig
 from router.models.config import ModelsConfig
 from router.placement.rates import Priors
 from router.security.config import SecuritySettings
-from router.usage.config import UsageSettings
+from router.usage import UsageSettings
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 

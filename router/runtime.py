@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from cluster.discovery.discovery import Discovery, RouterEntry
-from cluster.discovery.open_discovery import open_discovery
+from cluster.discovery import Discovery, RouterEntry, open_discovery
 from cluster.errors import StartError, TandemError
 from cluster.install import needing
 from cluster.metrics import MetricsServer, new_registry
@@ -21,17 +20,15 @@ from cluster.process.loop_watch import watch_loop
 from protos import membership_pb2_grpc as pb_grpc
 from router.admission.arrivals import Arrivals
 from router.admission.dispatcher import Dispatcher
-from router.admission.limits.shares import Shares
-from router.admission.limits.tenant_limits import TenantLimits
+from router.admission.limits.tenant_limits import Shares, TenantLimits
 from router.config import RouterConfig
 from router.frontend.grpc_service import NAME, InferenceService
 from router.membership.membership_service import MembershipService
 from router.models.model_files import ModelFiles, fetch_models, read_models
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
-from router.observability.decision_log import DecisionLog
+from router.observability.decision_log import DecisionLog, Samples
 from router.observability.metrics import ClusterCollector, RouterMetrics
-from router.observability.samples import Samples
 from router.observability.tracing import Tracing
 from router.placement.fleet.fleet import Fleet
 from router.placement.terms import further_terms
@@ -40,13 +37,12 @@ from router.request_path.observation import Observer
 from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.request_path.warming import Warming
-from router.security.api_keys import ApiKeys
-from router.security.guard import KeyInterceptor
-from router.usage.ledger import FileLedger, MemoryLedger, UsageLedger
+from router.security.api_keys import ApiKeys, KeyInterceptor
+from router.usage import FileLedger, MemoryLedger, UsageLedger
 
 if TYPE_CHECKING:
     from router.admission.limits.redis_quota import RedisLedger
-    from router.frontend.http.server.server import OpenAiServer
+    from router.frontend.http.server import OpenAiServer
     from router.stock.fleet import StockFleet
 
 log = logging.getLogger(__name__)
@@ -127,15 +123,15 @@ async def start_router(config: RouterConfig) -> Router:
     sys.setswitchinterval(SWITCH_S)
     if config.http_port is not None:
         # Imported only where it is needed, and before the loop is watched: FastAPI stops the loop for a second.
-        from router.frontend.http_frontend import open_http
+        from router.frontend.http_app import open_http
     if config.epp_port is not None:
         with needing("epp_port"):
-            from router.frontend.envoy.start import open_picker
+            from router.frontend.envoy.service import open_picker
     public, member = config.frontends()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
     further_terms()  # raises for one that cannot be loaded
     if config.fleet is not None:
-        from router.stock.start import (  # imported late, because an unused import costs start time
+        from router.stock.fleet import (  # imported late, because an unused import costs start time
             open_fleet,
             with_model,
         )
@@ -288,7 +284,7 @@ def _open_usage(config: RouterConfig) -> UsageLedger:
         return MemoryLedger(config.usage_days)
     if not config.redis_url:
         raise StartError("usage_in_redis", "needs redis_url")
-    from router.usage.redis_ledger import RedisUsage  # imported late, because an unused import costs start time
+    from router.usage import RedisUsage  # imported late, because an unused import costs start time
 
     return RedisUsage(config.redis_url, config.cluster_name, config.usage_days)
 

@@ -10,7 +10,7 @@ from typing import get_args
 
 from cluster.errors import InvalidRequest
 from engine.core_types import MAX_CHAINS, Pooler
-from engine.media.processor import MediaKind
+from engine.media import MediaKind
 from engine.model.detokenizer import check_token_ids
 from engine.model.model_dir import ModelDir
 from engine.sampling.structured_output import FIELD, read_structured

@@ -12,7 +12,7 @@
 | scheduling, block pools, prefix caches, loans, preemption, reports | real | `engine`, called by `cluster/worker.py` |
 | receipts | real | `worker.requests.receipt` |
 | fronts, streams and futures between those | a stand-in that decides nothing | `cluster/front_processes.py` |
-| duration of a step | modelled: a roofline of a named GPU, or a line | `gpus.py`, `engine/backends/sim/timing.py` |
+| duration of a step | modelled: a roofline of a named GPU, or a line | `gpus.py`, `engine/backends/sim/settings.py` |
 | duration of a read | modelled: NICs shared among transfers | `cluster/links.py` |
 | the shared store | one more NIC, and a set of blocks in order of use | `cluster/store.py` |
 | delay of a message | one constant between processes, another for workers' reports to routers | `ClusterSpec` |

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.sim.timing import StepTiming
+from engine.backends.sim.settings import StepTiming
 from sizing.calibration import Calibration, Fit
-from workloads.errors import BadSetup
+from workloads.request import BadSetup
 from workloads.traces.receipts import ServedRequest
 
 LEAST_ROWS = 8

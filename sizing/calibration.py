@@ -1,18 +1,31 @@
-"""Calibration: a live cluster's speeds from its receipts, in a file that replaces its hardware in a replay."""
+"""Calibration: a live cluster's speeds from its receipts, in a file that replaces its hardware in a replay.
 
+Log of decisions with all their inputs, as JSON lines, from which each decision can be repeated.
+
+A router's `decisions_file` has the same, and the outcomes.
+"""
+
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated, Self
+from typing import Annotated, Self, TextIO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from cluster.roles import Role
-from engine.backends.sim.timing import StepTiming, StepWork, Timing
+from cluster.settings import Role
+from engine.backends.sim.settings import StepTiming, StepWork, Timing
+from kvcache.block_keys import BlockKey
 from kvcache.layout import KvLayout
-from workloads.errors import SHOWN, BadSetup
+from router.placement.demand import Demand
+from router.placement.fleet.fleet import Fleet
+from router.placement.place import Decision
+from router.placement.rates import Ints, Priors
+from router.placement.snapshots import PlacementSnapshot, recorded
+from workloads.request import SHOWN, BadSetup
 
 LONGEST_S = 3600.0
 """Largest term of a step's time, in seconds."""
@@ -137,3 +150,20 @@ class Calibration(BaseModel):
         """KV layout with blocks of as many bytes, or slightly fewer."""
         per_token = max(2, self.block_bytes // self.block_tokens)
         return KvLayout(1, 1, max(1, per_token // 4), self.block_tokens, "bfloat16")
+
+
+class LoggedFleet(Fleet):
+    """Fleet with a log of its decisions."""
+
+    def __init__(self, router_id: str, priors: Priors, learn_rates: bool, log: TextIO) -> None:
+        super().__init__(router_id, priors, learn_rates)
+        self._log = log
+
+    def decide(self, demand: Demand, keys: Sequence[BlockKey], available: Ints | None = None) -> Decision | None:
+        decision = super().decide(demand, keys, available)
+        if decision is not None:
+            assert self._decided is not None
+            _, hits, _ = self._decided
+            placement_snapshot = PlacementSnapshot(demand, self.snapshot, hits, self.rates, available)
+            self._log.write(json.dumps(recorded(decision, placement_snapshot), separators=(",", ":")) + "\n")
+        return decision

@@ -22,10 +22,10 @@ large prompts and large batches (published: MFU of 40 to 60 %, 70 to 85 % of the
 
 from dataclasses import dataclass, field
 
-from engine.backends.sim.timing import StepWork
+from engine.backends.sim.settings import StepWork
 from sizing.models.model_layers import LayerGroup
 from sizing.models.model_shape import STATES, ModelShape
-from workloads.errors import BadSetup, shown
+from workloads.request import BadSetup, shown
 
 COMPUTE = 0.5
 MEMORY = 0.75

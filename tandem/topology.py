@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import Field, NonNegativeInt
 
 from cluster.errors import StartError
-from cluster.roles import ROLES, Role
+from cluster.settings import ROLES, Role
 from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
-from engine.host.core_sharing import CoreShare, share_cores
+from engine.host.cores import CoreShare, share_cores
 from engine.model.hub import model_name
 from engine.vllm_flags import without_router_flags
 from preprocessor.config import PreprocessorConfig

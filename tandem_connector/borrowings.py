@@ -18,16 +18,13 @@ from typing import Any
 from cluster.logs import of
 from kvcache.block_keys import BlockKey
 from kvcache.chain import Chain
-from loans.account import KvAccount
 from loans.borrower_manager import BorrowerManager
-from loans.loan import BorrowRequest
-from loans.messages import Lender, Peer
-from tandem_connector.kv import BorrowedChain, ConnectorKv
+from loans.loan import BorrowRequest, KvAccount
+from loans.network import Lender, Peer
+from tandem_connector.kv import BorrowedChain, ConnectorKv, RequestNames
 from tandem_connector.lenders import Lenders, Search, Server
 from tandem_connector.metrics import Counters
-from tandem_connector.names import RequestNames
-from tandem_connector.references import read_reference
-from tandem_connector.servers import Prompt, Servers
+from tandem_connector.servers import Prompt, Servers, read_reference
 from tandem_connector.settings import is_loopback
 
 log = logging.getLogger(__name__)

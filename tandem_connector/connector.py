@@ -3,13 +3,24 @@
 vLLM makes one object in its engine process and one in each worker process. The engine's has `SchedulerHalf` and the
 thread of loans; a worker's serves its rank's part of KV memory (`parts.py`). What is borrowed enters vLLM's prefix
 cache before the request is scheduled, so the connector loads and saves nothing, and no request fails with it.
+
+Lock around vLLM's block pool, which two threads use: vLLM's, and that of loans.
+
+vLLM's scheduler looks how many blocks are free and then takes them. So these calls hold the lock:
+
+- `KVCacheManager.allocate_slots`, from its count to its allocation;
+- every call of `BlockPool` that changes something.
+
+The thread of loans takes references on cached blocks, drops references and names blocks. It never takes free blocks,
+since that would give away cached blocks that vLLM has found and not taken yet.
 """
 
+import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -32,18 +43,37 @@ from loans.component import Ranks
 from loans.peers.socket_network import NetworkSettings, SocketNetwork
 from tandem_connector.borrowings import BorrowingRules
 from tandem_connector.contract import check_version
-from tandem_connector.kv import ConnectorKv
+from tandem_connector.kv import ConnectorKv, Hashes, Naming
 from tandem_connector.metrics import TandemPromMetrics, TandemStats
-from tandem_connector.names import Hashes, Naming
 from tandem_connector.parts import EngineParts, RankPart, check_ranks
-from tandem_connector.pool_lock import lock_pool
-from tandem_connector.references import INCARNATION_BYTES
 from tandem_connector.scheduler_half import EngineFacts, SchedulerHalf
-from tandem_connector.servers import Servers
+from tandem_connector.servers import INCARNATION_BYTES, Servers
 from tandem_connector.service import LoanThread, SocketWatcher
 from tandem_connector.settings import ALL_ADDRESSES, ConnectorSettings
 
 log = logging.getLogger(__name__)
+
+
+READS = {"get_cached_block", "get_num_free_blocks", "get_usage", "is_block_writable"}
+"""Calls of `BlockPool` that change nothing."""
+
+
+def lock_pool(manager: Any, lock: "threading.RLock") -> None:
+    """Have vLLM's KVCacheManager and its BlockPool hold the lock in calls that change blocks."""
+    pool = manager.block_pool
+    for name in [*(each for each in dir(type(pool)) if not each.startswith("_")), "_insert_block_hash"]:
+        if name not in READS and callable(getattr(type(pool), name)):
+            setattr(pool, name, _locked(getattr(pool, name), lock))
+    manager.allocate_slots = _locked(manager.allocate_slots, lock)
+
+
+def _locked(call: Callable[..., Any], lock: Any) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return call(*args, **kwargs)
+
+    return locked
 
 
 class TandemConnector(MemoryConnector):

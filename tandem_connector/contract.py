@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.errors import StartError
 from engine.backends.vllm import contract as hosted
-from engine.backends.vllm.names import UsedNames
+from engine.backends.vllm.contract import UsedNames
 
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _POOL = "vllm.v1.core.block_pool:BlockPool"

@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from cluster.logs import of
-from kvcache.block_range import BlockRange
+from kvcache.chain import BlockRange
 from loans.lender import (
     Action,
     Announce,
@@ -31,8 +31,7 @@ from loans.lender import (
     Unhold,
 )
 from loans.lender_manager import want_fault
-from loans.messages import Blocks, Started, Want
-from loans.network import LoanGiven
+from loans.network import Blocks, LoanGiven, Started, Want
 from tandem_connector.kv import ConnectorKv
 from tandem_connector.metrics import Counters
 

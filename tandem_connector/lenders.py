@@ -10,12 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from cluster.network.urls import server_url
+from cluster.network.kubernetes import server_url
 from kvcache.block_keys import BlockKey
-from loans.messages import Lent, Peer, Started, Want
-from loans.network import LoanNetwork, LoanTaken
-from tandem_connector.references import Reference
-from tandem_connector.servers import Servers
+from loans.network import Lent, LoanNetwork, LoanTaken, Peer, Started, Want
+from tandem_connector.servers import Reference, Servers
 
 LOOK_UP_S = 5.0
 """Seconds between two look-ups of configured names."""

@@ -28,15 +28,12 @@ from cluster.errors import StartError
 from engine.backends.vllm.connector import Offered
 from engine.backends.vllm.identity import num_kv_heads
 from engine.backends.vllm.kv.groups import KvGroups
-from engine.backends.vllm.kv.memory import RankedKvMemory, joined_memory
-from engine.backends.vllm.kv.stages import Stage, StagePool, stages_of
+from engine.backends.vllm.kv.memory import RankedKvMemory, Stage, StagePool, joined_memory, stages_of
 from engine.block_parts.messages import FromFollower, Joined, NotJoined
-from engine.block_parts.part_copies import PartCopies
-from engine.block_parts.part_service import EngineLink, serve_part
-from engine.block_parts.shared_memory import SharedMemory
+from engine.block_parts.part_service import EngineLink, PartCopies, SharedMemory, serve_part
 from engine.process.ranks.ranks import DistantLink
 from kvtransfer.errors import TransportUnavailable
-from kvtransfer.hardware.sysfs import use_nearest_nics
+from kvtransfer.hardware.topology import use_nearest_nics
 from kvtransfer.ranks import RankGrid
 from kvtransfer.registry import open_transport
 from loans.reads.block_reads import LocalRank

@@ -6,7 +6,7 @@
     update_connector_output, request_finished ──▶     fingerprints are taken, blocks are announced
       name what steps have filled
 
-Both hold one lock (`pool_lock.py`). Only vLLM's thread allocates blocks.
+Both hold one lock (`connector.py`). Only vLLM's thread allocates blocks.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,13 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from loans.component import HostCalls, Loans, Ranks
-from loans.messages import Peer
-from loans.network import LoanNetwork
+from loans.network import LoanNetwork, Peer
 from tandem_connector.borrowings import STARVING, BorrowingRules, Borrowings, Tracked
-from tandem_connector.kv import ConnectorKv
+from tandem_connector.kv import ConnectorKv, Naming
 from tandem_connector.lender import WatchingLender
 from tandem_connector.lenders import Lenders
 from tandem_connector.metrics import Counters
-from tandem_connector.names import Naming
-from tandem_connector.references import write_reference
-from tandem_connector.servers import Servers
+from tandem_connector.servers import Servers, write_reference
 
 
 @dataclass(frozen=True, slots=True)

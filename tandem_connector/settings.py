@@ -9,8 +9,8 @@ from pydantic import Field, field_validator
 
 from cluster.config import Config
 from cluster.errors import StartError
+from cluster.network.kubernetes import server_url
 from cluster.network.tls import MemberIdentity, member_of
-from cluster.network.urls import server_url
 from cluster.settings import TlsSettings
 
 EXTRA = "kv_connector_extra_config"

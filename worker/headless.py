@@ -13,13 +13,12 @@ from cluster.network.rpc import Server
 from cluster.network.tls import member_of
 from cluster.process.life import Addresses
 from cluster.process.loop_watch import watch_loop
-from cluster.roles import Role
+from cluster.settings import Role
 from engine.config import WorkerConfig
 from engine.messages.from_engine import FromEngine, NodeLinked, StartFailed
-from engine.process.front.child_engine import ChildEngine
-from engine.process.front.engine_client import EngineListener
+from engine.process.front.engine_client import ChildEngine, EngineListener
 from engine.process.spec import EngineSpec
-from worker.model_files import with_local_files
+from worker.runtime import with_local_files
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import uvloop
 
 from cluster.config import secrets_of, to_overrides
 from cluster.launch import launch
-from cluster.roles import Role
+from cluster.settings import Role
 from engine.config import WorkerConfig
+from engine.process.assembly import die_with_parent
 from engine.process.spec import LOCAL_RANK
-from engine.process.start_up import die_with_parent
 
 END_S = 10.0
 """Longest time for the others to end once one worker has failed, in seconds."""

@@ -1,36 +1,38 @@
-"""Runtime of a worker: an engine process, a gRPC server, and membership in every router's cluster."""
+"""Runtime of a worker: an engine process, a gRPC server, and membership in every router's cluster.
+
+Files of a worker's models, fetched before its engine opens them.
+"""
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.discovery.discovery import Discovery
-from cluster.discovery.open_discovery import open_discovery
+from cluster.discovery import Discovery, open_discovery
 from cluster.errors import Draining, TandemError
 from cluster.metrics import MetricsServer, new_registry
 from cluster.network.mux_stream import MuxServer
-from cluster.network.protocol import PROTOCOL
-from cluster.network.rpc import Server
+from cluster.network.rpc import PROTOCOL, Server
 from cluster.network.tls import MemberIdentity, member_of
 from cluster.process.drain import Drain
 from cluster.process.life import Addresses
 from cluster.process.loop_watch import watch_loop
-from cluster.roles import ON_WIRE, Role
+from cluster.settings import ON_WIRE, Role
 from engine.config import WorkerConfig
-from engine.core_types import Pooler
+from engine.core_types import ModelRefused, Pooler
 from engine.messages.from_engine import Ready
 from engine.messages.to_engine import DrainGroup
+from engine.model.hub import LORA_FILES, fetch_beside
+from engine.model.hub_download import in_page_cache
 from engine.model.model_dir import ModelDir
-from engine.process.front.child_engine import ChildEngine
-from engine.process.front.engine_client import EngineClient, EngineHost
+from engine.process.front.engine_client import ChildEngine, EngineClient, EngineHost
 from engine.process.spec import EngineSpec
-from loans.peers.wire import VERSION as LOAN_VERSION
-from loans.peers.wire import peer_of
+from loans.peers.connection import VERSION as LOAN_VERSION
+from loans.peers.connection import peer_of
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from protos.loans_pb2 import Holder
@@ -42,9 +44,49 @@ from worker.front.role_switch import RoleSwitch
 from worker.front.router_streams import RouterStreams
 from worker.front.worker_service import WorkerService
 from worker.metrics import register
-from worker.model_files import file_parts, weights_source, with_local_files
 
 log = logging.getLogger(__name__)
+
+
+PART_BYTES = 1 << 20
+"""Bytes of a file in one message; gRPC takes 4 MiB by default."""
+
+
+async def with_local_files(config: WorkerConfig) -> WorkerConfig:
+    """Return the settings with local directories in place of repositories, after fetching these.
+
+    Raises EngineStartError.
+    """
+    paths: dict[str, object] = {"model": await fetch_beside(config.model, config.kind.model_files)}
+    if config.adapters:
+        adapters = config.adapters.items()
+        paths["adapters"] = {name: await fetch_beside(path, LORA_FILES, "adapters") for name, path in adapters}
+    return config.model_copy(update=paths)
+
+
+async def weights_source(config: WorkerConfig, model_dir: ModelDir) -> str:
+    """Return where the engine reads weights from: disk or page cache; empty where it reads none itself.
+
+    A directory without weights is left to the engine, which has more to say of a model that it refuses.
+    """
+    if not config.kind.reads_weight_files:
+        return ""
+    try:
+        files = model_dir.weight_files()
+    except ModelRefused:
+        return ""
+    return "page cache" if await asyncio.to_thread(in_page_cache, files) else "disk"
+
+
+async def file_parts(model_dir: ModelDir) -> AsyncIterator[pb.ModelFilePart]:
+    """Yield the files that a router reads of the model, in parts of at most PART_BYTES."""
+    files = await asyncio.to_thread(model_dir.files_for_routers)
+    for file in files:
+        content, name = await asyncio.to_thread(file.read_bytes), file.relative_to(model_dir.path).as_posix()
+        for start in range(0, max(1, len(content)), PART_BYTES):
+            is_last = file is files[-1] and start + PART_BYTES >= len(content)
+            yield pb.ModelFilePart(name=name, content=content[start : start + PART_BYTES], is_last=is_last)
+
 
 READABLE_S = 10.0
 """Longest time for which a worker that handed over its streams stays readable, in seconds."""

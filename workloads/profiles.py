@@ -6,8 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from workloads.errors import BadSetup, shown
-from workloads.request import MAX_HASH_ID, TraceRequest
+from workloads.request import MAX_HASH_ID, BadSetup, TraceRequest, shown
 
 HASH_TOKENS = 16
 LONGEST = 8.0

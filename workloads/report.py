@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from cluster.install import needing
-from workloads.errors import BadSetup
+from workloads.request import BadSetup
 
 
 def open_figures() -> Any:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from engine.host.memory import huge_memory, pool_memory
 from kvtransfer.registry import open_transport
 from kvtransfer.transport import MAX_POSTED_BYTES, READ_BYTES, Pool, Span
-from kvtransfer.ucx.nixl_agent import make_agent
+from kvtransfer.ucx.nixl_lane import make_agent
 
 
 def say(**fields: Any) -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import uvloop
 
+from cluster.fair_turns import Waker
 from cluster.network.mux import Channel
 from cluster.network.mux_stream import MuxServer, MuxStream
-from cluster.network.protocol import PROTOCOL
-from cluster.network.rpc import channel
-from cluster.waker import Waker
+from cluster.network.rpc import PROTOCOL, channel
 from engine.model.model_dir import ModelDir
 from protos import decode_pb2, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb

@@ -24,7 +24,7 @@ from bench.router.site import bare, sim_site
 from bench.serving import PROMPT_TOKENS, chain_added, computed_s
 from bench.support.report import Bar, of_rounds, percentile
 from cluster.network.rpc import channel
-from cluster.process.garbage_collection import spare_the_started
+from cluster.process.memory import spare_the_started
 from protos import inference_pb2 as pb
 
 RATE = 200.0

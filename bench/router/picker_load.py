@@ -16,7 +16,7 @@ from bench.router.decisions import quantiles_ms
 from bench.router.site import first_line, process
 from bench.support.report import Bar
 from cluster.network.rpc import channel
-from cluster.process.garbage_collection import spare_the_started
+from cluster.process.memory import spare_the_started
 from router.frontend.envoy.service import NAME
 
 RATE, SECONDS = 200.0, 15.0

@@ -20,7 +20,7 @@ from bench.router.decisions import quantiles_ms
 from bench.router.picker_load import NUM_FAMILIES, body_of
 from cluster.metrics import new_registry
 from cluster.process.drain import Drain
-from cluster.process.garbage_collection import spare_the_started
+from cluster.process.memory import spare_the_started
 from kvcache.block_keys import BlockKey
 from protos import inference_pb2
 from protos import membership_pb2 as pb
@@ -28,14 +28,12 @@ from router.admission.arrivals import Arrivals
 from router.admission.dispatcher import Dispatcher
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
-from router.frontend.envoy.service import EndpointPickerService
-from router.frontend.envoy.start import open_picker
-from router.models.fleet_config import Role, ServerEntry
+from router.frontend.envoy.service import EndpointPickerService, open_picker
+from router.models.config import Role, ServerEntry
 from router.models.model_files import read_models
 from router.models.model_runtime import ModelRuntime
-from router.observability.decision_log import DecisionLog
+from router.observability.decision_log import DecisionLog, Samples
 from router.observability.metrics import RouterMetrics
-from router.observability.samples import Samples
 from router.observability.tracing import Tracing
 from router.placement.fleet.worker_records import WorkerRecord
 from router.request_path.accounting import Accounting
@@ -47,7 +45,7 @@ from router.stock.link import StockLink
 from router.stock.member import hello_of
 from router.stock.server_api import ServerAccess, ServerApi
 from router.stock.sources.servers import Server
-from router.usage.ledger import MemoryLedger
+from router.usage import MemoryLedger
 from tandem.storyteller import STORYTELLER
 
 NUM_SERVERS, NUM_BLOCKS, BLOCK_TOKENS = 64, 8192, 16
@@ -188,7 +186,7 @@ async def _cache(site: PickerSite, workers: Sequence[WorkerRecord], body: bytes)
 
 
 if __name__ == "__main__":
-    import router.frontend.envoy.start as start
+    import router.frontend.envoy.service as start
 
     start.EndpointPickerService = TimedService  # type: ignore[misc] # as open_picker finds it
     uvloop.run(main())

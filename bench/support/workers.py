@@ -12,8 +12,8 @@ from cluster.network.mux_stream import MuxStream
 from cluster.network.rpc import Server
 from engine.config import WorkerConfig
 from kvcache.block_keys import block_keys, root_key
-from loans.messages import Blocks, Want
-from loans.peers.wire import pack_want, unpack_lent
+from loans.network import Blocks, Want
+from loans.peers.connection import pack_want, unpack_lent
 from protos import decode_pb2, loans_pb2, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from router.decode_client.decode_stream import DecodeStream

@@ -1,4 +1,7 @@
-"""gRPC servers and channels, configured alike in all processes."""
+"""gRPC servers and channels, configured alike in all processes.
+
+Version of the internal protocols between the processes of one cluster.
+"""
 
 import asyncio
 import inspect
@@ -371,3 +374,8 @@ def bind_reason(host: str, port: int) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return "refused"
+
+
+PROTOCOL = 4
+"""Version number, raised with every change that an older process would misunderstand. Routers accept only workers with
+their own version, and pair only workers that they accepted."""

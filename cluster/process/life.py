@@ -1,4 +1,7 @@
-"""Life of a role's process: announce readiness, run until told to stop, report the cause of a failure."""
+"""Life of a role's process: announce readiness, run until told to stop, report the cause of a failure.
+
+Processes below a process, by /proc.
+"""
 
 import asyncio
 import contextlib
@@ -6,14 +9,16 @@ import json
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import uvloop
 
 from cluster.errors import TandemError
-from cluster.process.garbage_collection import spare_the_started
 from cluster.process.loop_watch import excuse_standstill
+from cluster.process.memory import spare_the_started
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +132,18 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
     if failure is not None:
         raise failure
     return 0
+
+
+def children(pid: int) -> list[int]:
+    """Return the process ids of a process's children; none of one that has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process ids of all children of a process, and theirs."""
+    pids = [pid]
+    for each in pids:
+        pids += children(each)
+    return pids[1:]

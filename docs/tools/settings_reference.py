@@ -24,10 +24,9 @@ from engine.config import WorkerConfig
 from engine.engine_kind import BUILT_IN, kind_of
 from engine.settings import CommonSettings
 from planner.config import PoolConfig
-from planner.executors.kubernetes import KubernetesConfig
+from planner.executors import KubernetesConfig
 from planner.runtime import PlannerConfig
-from preprocessor.config import MediaModel, PreprocessorConfig
-from preprocessor.media_settings import MediaSettings
+from preprocessor.config import MediaModel, MediaSettings, PreprocessorConfig
 from router.admission.config import TenantPolicy
 from router.config import RouterConfig
 from router.models.config import ModelEntry, ModelRule

@@ -9,7 +9,7 @@ from engine.messages.from_engine import CacheChanged, FromEngine, KvUse, LoadRep
 from kvcache.kv_stats import LOCAL, PINNED, POOL, REMOTE, STORE
 from kvcache.kv_view import KvView
 from loans.lender_manager import LenderManager
-from loans.messages import PlacementMark
+from loans.network import PlacementMark
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ A borrowing or running request holds blocks, and a reservation of those it was a
 preempted request holds none. It restarts with all its tokens, computes in chunks those that the prefix cache has lost,
 and continues after the last one. Its output is unchanged, since sampling is keyed by (seed, choice, position), and
 emitted tokens are not emitted again. Victims are chosen while no step runs, in `begin_step`;
-`engine/core/preemption.py` has the policy.
+`engine/core/running_set.py` has the policy.
 
 This describes one sequence. A request of several choices is admitted and borrows as one, its lead; then each choice
 runs and finishes by itself (`engine/sampling/parallel_sampling.py`), and the request is over with the last one.
@@ -29,7 +29,7 @@ from engine.messages.from_engine import Embedded, PromptScored, Token
 from engine.messages.to_engine import Generate
 from kvcache.block_keys import BlockKey
 from kvcache.kv_cache_manager import KVCacheManager
-from loans.account import KvAccount
+from loans.loan import KvAccount
 
 
 @dataclass(slots=True)

@@ -16,13 +16,12 @@ from engine.messages.to_engine import Generate
 from engine.model_runner import ModelInfo
 from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, without_tail
 from kvcache.block_keys import BlockKey, root_key
+from kvcache.chain import belongs
 from kvcache.kv_stats import POOL
 from kvcache.kv_view import KvView
 from kvcache.pins import Retention
-from kvcache.sequence_blocks import belongs
-from loans.account import KvAccount
 from loans.borrower_manager import BorrowerManager
-from loans.loan import BorrowRequest
+from loans.loan import BorrowRequest, KvAccount
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from engine.core_types import FinishReason, GpuDevice, Pooler, RequestFailure, TokenLogprobs
-from kvcache.events import CacheEvent
-from kvcache.items import Item
-from loans.account import KvAccount
+from kvcache.block_keys import Item
+from kvcache.pool import CacheEvent
+from loans.loan import KvAccount
 
 
 class Ready(NamedTuple):
@@ -166,7 +166,7 @@ class CacheChanged(NamedTuple):
 
 
 class TierUse(NamedTuple):
-    """Use of one KV tier, in blocks; see `kvcache/kv_stats.py`."""
+    """Use of one KV tier, in blocks; see `kvcache/cached_blocks.py`."""
 
     tier: str
     blocks: int

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.media.encoder import Embeddings
-from kvcache.block_keys import BlockKey
-from kvcache.items import Item
+from engine.media import Embeddings
+from kvcache.block_keys import BlockKey, Item
 from kvcache.pins import Retention
-from loans.messages import NO_MARK, Lender, Peer, PlacementMark
+from loans.network import NO_MARK, Lender, Peer, PlacementMark
 
 
 class Generate(NamedTuple):

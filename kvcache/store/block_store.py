@@ -15,11 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_keys import BlockKey
-from kvcache.events import CacheEvent, Removed, Stored
-from kvcache.rows import Allocate, private_rows
+from kvcache.layout import Allocate, private_rows
+from kvcache.pool import CacheEvent, Removed, Stored
 from kvcache.store.kv_store import Fetched, KvStore, PlaceUse
-from kvcache.store.object_format import ObjectFormat, ObjectRefused, StoredBlock
-from kvcache.store.objects import LocalObjects, ObjectMissing, Objects, StoreError
+from kvcache.store.objects import (
+    LocalObjects,
+    ObjectFormat,
+    ObjectMissing,
+    ObjectRefused,
+    Objects,
+    StoredBlock,
+    StoreError,
+)
 
 READ_THREADS = 4
 WRITE_THREADS = 2

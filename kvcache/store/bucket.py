@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.store.objects import ObjectMissing, Objects, ReadFailure, StoreError
-from kvtransfer.ucx.nixl_agent import module
+from kvtransfer.ucx.nixl_lane import module
 
 BACKEND = "OBJ"
 PROBE = "tandem-store"

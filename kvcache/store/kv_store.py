@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_keys import BlockKey
-from kvcache.events import CacheEvent
+from kvcache.pool import CacheEvent
 
 
 @dataclass(frozen=True, slots=True)

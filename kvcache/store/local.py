@@ -22,13 +22,11 @@ from numpy.typing import NDArray
 from cluster.errors import StartError
 from kvcache.block_keys import KEY_BYTES
 from kvcache.kv_stats import DISK, HOST
-from kvcache.layout import KvLayout
-from kvcache.rows import Allocate, private_rows
+from kvcache.layout import Allocate, KvLayout, private_rows
 from kvcache.store.block_store import BlockStore
 from kvcache.store.folder import FolderObjects
 from kvcache.store.kv_store import PlaceUse
-from kvcache.store.object_format import ObjectFormat
-from kvcache.store.objects import LocalObjects, ObjectMissing, ReadFailure, StoreError
+from kvcache.store.objects import LocalObjects, ObjectFormat, ObjectMissing, ReadFailure, StoreError
 from kvcache.store.settings import StoreSettings
 from kvtransfer.hardware.main_memory import check_fits
 

@@ -5,15 +5,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cluster.errors import StartError
-from kvcache.layout import KvLayout
-from kvcache.rows import Allocate, private_rows
+from kvcache.layout import Allocate, KvLayout, private_rows
 from kvcache.store.block_store import BlockStore
 from kvcache.store.bucket import BucketObjects
 from kvcache.store.folder import FolderObjects
 from kvcache.store.kv_store import KvStore
 from kvcache.store.local import open_local_store
-from kvcache.store.object_format import ObjectFormat
-from kvcache.store.objects import Objects, StoreError
+from kvcache.store.objects import ObjectFormat, Objects, StoreError
 from kvcache.store.settings import StoreSettings
 
 GIB = 1 << 30

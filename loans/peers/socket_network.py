@@ -18,11 +18,9 @@ from functools import partial
 
 from cluster.network.mux import MAX_FRAME_BYTES
 from cluster.network.tls import MemberIdentity
-from loans.messages import Peer, Want
-from loans.network import CUT_OFF, OTHER_VERSION, GivesLoans, LoanNetwork, LoanTaken, TakesLoan
-from loans.peers.connection import PeerConnection, Taken, hello_of
+from loans.network import CUT_OFF, OTHER_VERSION, GivesLoans, LoanNetwork, LoanTaken, Peer, TakesLoan, Want
+from loans.peers.connection import VERSION, PeerConnection, Taken, hello_of, pack_want
 from loans.peers.sockets import Connector, PeerSocket, Watcher
-from loans.peers.wire import VERSION, pack_want
 from protos import loans_pb2 as pb
 
 log = logging.getLogger(__name__)

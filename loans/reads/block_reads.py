@@ -17,8 +17,7 @@ from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fingerprint import Folding
 from kvtransfer.ranks import BlockPart, part_spans, parts_of, split_endpoint, without_planes, without_stages
 from kvtransfer.transport import Found, Peer, Read, Transport
-from loans.reads.corruption import Corruption
-from loans.reads.verification import Arrival, BatchVerifier, Entries, entries_of
+from loans.reads.verification import Arrival, BatchVerifier, Corruption, Entries, entries_of
 
 MAX_PEERS = 1024
 """Workers that a rank stays connected to. A rank is not told of a departed worker that it does not read from: such a

@@ -13,18 +13,21 @@ from dataclasses import dataclass
 from kvcache.block_keys import BlockKey
 from router.admission import refusals
 from router.admission.config import AdmissionConfig
-from router.admission.limits.rate_limiter import RateLimiter
-from router.admission.limits.token_bucket import TokenBucket
-from router.admission.queues import ClassQueue
+from router.admission.limits.rate_limiter import RateLimiter, TokenBucket
+from router.admission.queues import ClassQueue, WaitForecast
 from router.admission.refusals import Refusal
 from router.admission.request import QueuedRequest, RequestInfo, cost_of
 from router.admission.scheduling_round import AdmissionParts, RoundState, SchedulingRound
-from router.admission.wait_forecast import WaitForecast
-from router.admission.workers.capacity import could_hold, is_of_gone_revision, largest_pool
-from router.admission.workers.capacity_backoff import CapacityBackoff
+from router.admission.workers.capacity import (
+    CapacityBackoff,
+    LenderLoad,
+    Reservations,
+    could_hold,
+    is_of_gone_revision,
+    is_owed,
+    largest_pool,
+)
 from router.admission.workers.circuit_breaker import CircuitBreaker
-from router.admission.workers.lender_load import LenderLoad
-from router.admission.workers.reservations import Reservations, is_owed
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import ActivePlacement

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cluster.errors import Overloaded, ServiceError
-from cluster.process.memory_trim import MemoryTrim
+from cluster.process.memory import MemoryTrim
 from router.admission.config import AdmissionConfig
-from router.admission.limits.shares import Shares
-from router.admission.limits.tenant_limits import TenantLimits
-from router.admission.limits.token_bucket import TokenBucket
+from router.admission.limits.rate_limiter import TokenBucket
+from router.admission.limits.tenant_limits import Shares, TenantLimits
 from router.admission.refusals import Refusal
 
 PROMPT_REFUSALS_PER_S = 20

@@ -9,9 +9,7 @@ from router.admission.config import AdmissionConfig
 from router.admission.limits.rate_limiter import RateLimiter
 from router.admission.queues import ClassQueue, TenantQueue
 from router.admission.request import QueuedRequest
-from router.admission.workers.capacity import Capacity
-from router.admission.workers.lender_load import LenderLoad
-from router.admission.workers.reservations import Queues, Reservations
+from router.admission.workers.capacity import Capacity, LenderLoad, Queues, Reservations
 from router.placement.fleet.fleet import Fleet
 from router.placement.rates import Ints
 

@@ -11,11 +11,11 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unavailable
+from cluster.fair_turns import Waker
 from cluster.network.error_status import from_proto
 from cluster.network.mux import MAX_MESSAGE_BYTES, Channel
 from cluster.network.mux_stream import MuxStream
 from cluster.network.tls import MemberIdentity
-from cluster.waker import Waker
 from protos import decode_pb2 as pb
 from protos import membership_pb2
 

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from cluster.errors import InvalidRequest, Unavailable
+from cluster.fair_turns import Waker
 from cluster.process.loop_watch import loop_time
-from cluster.waker import Waker
 from protos import membership_pb2 as pb
 
 MAX_UNREAD = 4096

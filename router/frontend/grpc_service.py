@@ -1,4 +1,7 @@
-"""The public Inference service over gRPC."""
+"""The public Inference service over gRPC.
+
+The message of a call to the public gRPC service: read when its tenant may have it read, and parsed.
+"""
 
 import asyncio
 import contextlib
@@ -6,33 +9,75 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
-from cluster.errors import Draining, ServiceError, Unavailable
+from cluster.errors import Draining, InvalidRequest, ServiceError, Unavailable
 from cluster.fair_turns import FairTurns
+from cluster.logs import from_metadata, traceparent
 from cluster.network.error_status import end_call
 from cluster.process.drain import Drain
-from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals, RefusalPace
 from router.frontend.batch import generate_batch
-from router.frontend.call_message import CallMessage, parsed
 from router.membership.status import cluster_status
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
-from router.observability.explanations import candidate_of, compared, num_shown, to_response
-from router.observability.samples import Samples
+from router.observability.decision_history import candidate_of, compared, num_shown, to_response
+from router.observability.decision_log import Samples
 from router.request_path.late_messages import joined
 from router.request_path.parsed_stream import generate_parts
 from router.request_path.preprocess import tenant_of
 from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.request_path.warming import Warming
-from router.security.api_keys import ApiKeys, Principal
-from router.security.guard import bearer_of
+from router.security.api_keys import ApiKeys, Principal, bearer_of
+
+READ_S = 60.0
+"""Seconds for a message to arrive."""
+_Parsed = TypeVar("_Parsed", bound=Message)
+
+
+class CallMessage:
+    """Message of one call, not read yet where gRPC hands over an iterator of messages.
+
+    gRPC then holds no more of it than its flow control lets pass.
+    """
+
+    def __init__(self, raw: bytes | AsyncIterator[bytes], turns: FairTurns) -> None:
+        self._raw = raw
+        self._turns = turns
+
+    async def read(self, tenant: str) -> bytes:
+        """Return the bytes, once; messages of one tenant that arrive slowly keep only its own waiting.
+
+        Raises InvalidRequest for a call without a message, or with one that is too slow.
+        """
+        raw, self._raw = self._raw, b""
+        if isinstance(raw, bytes):
+            return raw
+        async with self._turns.turn(tenant):
+            try:
+                async with asyncio.timeout(READ_S):
+                    return await anext(raw)
+            except TimeoutError:
+                raise InvalidRequest("request", f"did not arrive within {READ_S:g} s") from None
+            except StopAsyncIteration:
+                raise InvalidRequest("request", "the call has no message") from None
+
+
+def parsed(kind: type[_Parsed], raw: bytes) -> _Parsed:
+    """Parse a message.
+
+    Raises InvalidRequest.
+    """
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequest("request", f"is not a valid {kind.DESCRIPTOR.name}: {error}") from None
+
 
 NAME = "tandem.v1.Inference"
 READING, READING_PER_TENANT = 256, 16

@@ -1,11 +1,17 @@
-"""The HTTP application: its paths, and the web server's own errors in OpenAI's form."""
+"""The router's HTTP port: the paths of all APIs and the console, behind one check of keys.
+
+The web server's own errors have OpenAI's form. The OpenAPI description is made of the structs that bodies are read into.
+Imported only where there is such a port: FastAPI takes a fifth of a router's start.
+"""
 
 import time
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry
@@ -14,17 +20,20 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import InvalidRequest, ServiceError, UnknownModel
+from cluster.network.tls import Credentials
 from cluster.process.drain import Drain
 from router.admission.arrivals import Arrivals
+from router.batches.service import Batches
 from router.config import RouterConfig
-from router.frontend.anthropic.answer import MessagesAnswer
+from router.frontend.anthropic.answer import MessagesAnswer, token_counter
 from router.frontend.anthropic.answer import error_form as messages_error_form
-from router.frontend.anthropic.counting import token_counter
 from router.frontend.anthropic.messages import read_messages
-from router.frontend.http.caller import Caller, caller_of
-from router.frontend.http.endpoint import SPARE_VALUES, BodyLimits, Endpoint, EndpointContext, Hooks
-from router.frontend.http.errors import ErrorAnswer, error_answer, error_of
-from router.frontend.http.json_endpoint import JsonEndpoint
+from router.frontend.console.routes import add_console
+from router.frontend.grpc_service import InferenceService
+from router.frontend.http.body.fields import BodyReader
+from router.frontend.http.endpoint import SPARE_VALUES, BodyLimits, Endpoint, EndpointContext, Hooks, JsonEndpoint
+from router.frontend.http.errors import Caller, ErrorAnswer, caller_of, error_answer, error_of
+from router.frontend.http.server import OpenAiServer, guarded, open_to_pages
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
@@ -41,13 +50,14 @@ from router.frontend.openai.embeddings import (
     read_rerank,
     read_score,
 )
-from router.frontend.openai.responses.counting import input_token_counter
-from router.frontend.openai.responses.response_routes import add_stored_responses, refuse_other_paths
 from router.frontend.openai.responses.response_store import (
     MemoryResponses,
     RedisResponses,
     ResponseHooks,
     ResponseStore,
+    add_stored_responses,
+    input_token_counter,
+    refuse_other_paths,
 )
 from router.frontend.openai.responses.responses import read_response
 from router.frontend.openai.responses.responses_answer import ResponsesAnswer
@@ -57,12 +67,79 @@ from router.frontend.openai_files.lines import line_handler
 from router.frontend.openai_files.media_files import UploadedMedia
 from router.frontend.openai_files.opening import open_batches
 from router.frontend.openai_files.routes import add_files_and_batches
-from router.frontend.openapi import describe
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
+
+ERROR = {"description": "The error, with its type and the field at fault.", "content": {"application/json": {}}}
+USER = [{"role": "user", "content": "Hello"}]
+POSTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "/v1/completions": ("Complete a text.", {"prompt": "Hello"}),
+    "/v1/chat/completions": ("Answer messages.", {"messages": USER}),
+    "/v1/responses": ("Answer input items, with a stored conversation.", {"input": "Hello"}),
+    "/v1/messages": ("Answer messages, in Anthropic's form.", {"messages": USER, "max_tokens": 16}),
+    "/v1/embeddings": ("Return the embeddings of texts.", {"input": "Hello"}),
+    "/v1/score": ("Return the similarity of texts.", {"text_1": "Hello", "text_2": ["Hallo"]}),
+    "/v1/rerank": ("Rank documents by a query.", {"query": "Hello", "documents": ["Hallo"]}),
+    "/classify": ("Return the labels of texts.", {"input": "Hello"}),
+    "/v1/messages/count_tokens": ("Count the tokens of messages.", {"messages": USER}),
+    "/v1/responses/input_tokens": ("Count the tokens of input items.", {"input": "Hello"}),
+    "/tokenize": ("Return the token ids of a text.", {"prompt": "Hello"}),
+    "/detokenize": ("Return the text of token ids.", {"tokens": [1]}),
+}
+"""Paths that take a body: what they do, and the smallest valid body."""
+GOT: Mapping[str, str] = {
+    "/v1/models": "The served models.",
+    "/v1/models/{name}": "One served model.",
+    "/v1/responses/{name}": "A stored response.",
+    "/v1/usage": "Tokens by day, tenant and model.",
+    "/health": "Whether the process lives.",
+    "/ping": "The same, at SageMaker's path.",
+    "/ready": "Whether the router takes requests.",
+    "/load": "The number of requests under way at this router.",
+    "/version": "Tandem's version.",
+}
+"""Paths of GET, with what they return."""
+
+
+def describe(readers: Mapping[str, BodyReader[Any, Any]]) -> dict[str, Any]:
+    """Return the description of all paths; `readers` has the reader of each path that takes a body."""
+    paths: dict[str, Any] = {}
+    bodies = [readers[path].body for path in POSTED]
+    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    for schema in schemas.values():
+        if schema.get("additionalProperties") is False:
+            del schema["additionalProperties"]  # other fields are ignored, and named in the answer
+    for (path, (about, example)), body in zip(POSTED.items(), bodies, strict=True):
+        paths[path] = {"post": _operation(about, body, schemas, example)}
+    for path, about in GOT.items():
+        names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+        parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+        answer = {"description": about, "content": {"application/json": {}}}
+        operation = {"summary": about, "parameters": parameters, "responses": {"200": answer, "default": ERROR}}
+        paths.setdefault(path, {})["get"] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Tandem", "version": version("tandem-serving")},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(about: str, kind: type, schemas: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    body = {"application/json": {"schema": schema, "example": dict(example)}}
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if "stream" in schemas[kind.__name__]["properties"]:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "summary": about,
+        "requestBody": {"required": True, "content": body},
+        "responses": {"200": {"description": "The answer.", "content": content}, "default": ERROR},
+    }
 
 
 class PoolingHooks(Hooks[EmbeddingRequest, VectorAnswer]):
@@ -258,3 +335,35 @@ def _model(model: ModelRuntime, started_at: int) -> dict[str, Any]:
         "parent": model.base_model or None,
         "max_model_len": model.shown().model_dir.max_context_tokens,
     }
+
+
+async def open_http(
+    config: RouterConfig,
+    port: int,
+    credentials: Credentials | None,
+    handler: RequestHandler,
+    queries: Queries,
+    models: ModelRuntimes,
+    requests: Drain,
+    keys: ApiKeys,
+    inference: InferenceService,
+    arrivals: Arrivals,
+    parts: AsyncExitStack,
+    registry: CollectorRegistry,
+) -> OpenAiServer:
+    """Start serving; `parts` closes what was started.
+
+    Raises StartError.
+    """
+    http = OpenAiServer(config.host, port, credentials, config.max_connection_s, config.http_port_shared)
+    app = make_app(handler, queries, models, requests, keys, config, arrivals, registry)
+    add_console(app, keys, inference.status, queries.recent)
+    batches: Batches | None = app.state.batches
+    if batches is not None:
+        parts.push_async_callback(batches.close)
+        batches.runner.start()
+    responses: ResponseStore = app.state.responses
+    parts.push_async_callback(responses.close)
+    parts.push_async_callback(http.close)
+    await http.start(open_to_pages(guarded(app, keys), config.cors_origins))
+    return http

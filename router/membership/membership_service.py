@@ -12,7 +12,7 @@ import grpc
 
 from cluster.errors import AlreadyExists, Incompatible, InvalidRequest, ServiceError
 from cluster.network.error_status import to_status
-from cluster.network.protocol import PROTOCOL
+from cluster.network.rpc import PROTOCOL
 from kvcache.block_keys import ADAPTER_BYTES
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc

@@ -11,8 +11,7 @@ from router.admission.admission import Admission
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import WorkerRecord
-from router.placement.fleet.worker_views import running_of
+from router.placement.fleet.worker_records import WorkerRecord, running_of
 
 MAX_LINKS = 1024
 

@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from cluster.errors import InvalidRequest, Unavailable
 from cluster.network.tls import MemberIdentity
 from engine.core_types import Pooler
-from kvcache.block_keys import BlockKey, block_keys, root_key
-from kvcache.items import Item
+from kvcache.block_keys import BlockKey, Item, block_keys, root_key
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.dispatcher import Dispatcher
-from router.admission.limits.shares import Shares
+from router.admission.limits.tenant_limits import Shares
 from router.admission.refusals import Refusal
 from router.decode_client.decode_streams import DecodeStreams
-from router.models.costs import Costs
+from router.models.config import Costs
 from router.models.grammars.grammar_checker import GrammarChecker
 from router.models.media import MediaClient, MediaSource, ReadyMedia, sources_of
 from router.models.model_files import ModelFiles

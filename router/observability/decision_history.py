@@ -3,6 +3,10 @@
 Pure, and bounded in memory.
 
 No prompts and no outputs are kept.
+
+Conversion of candidates and decisions to API messages.
+
+Pure.
 """
 
 from collections import deque
@@ -12,8 +16,10 @@ from dataclasses import dataclass, field
 from cluster.errors import InvalidRequest, ServiceError
 from protos import inference_pb2 as pb
 from router.models.model_selection import Verdict
+from router.placement.demand import Candidate
 from router.placement.place import Decision
-from router.placement.snapshots.placement_snapshot import PlacementSnapshot
+from router.placement.snapshots import PlacementSnapshot
+from router.security.api_keys import Principal
 
 MOST_PLACEMENTS = 16
 """Placements kept per request; refusals for lack of capacity have no other bound."""
@@ -147,3 +153,96 @@ class DecisionHistory:
 
 def _is(entry: Entry, request_id: str, tenant: str | None) -> bool:
     return entry.request_id == request_id and tenant in (None, entry.tenant)
+
+
+MAX_EXPLAINED = 256
+"""Candidates in an answer, the cheapest; a fleet of hundreds has tens of thousands."""
+
+
+def compared(verdict: Verdict) -> pb.ModelCandidate:
+    option = verdict.option
+    return pb.ModelCandidate(
+        model=option.name,
+        fit=verdict.fit,
+        verdict=verdict.why,
+        prompt_tokens=option.num_prompt_tokens,
+        counted=option.counted,
+        price=option.price,
+        ttft_ms=None if option.ttft_s is None else option.ttft_s * 1e3,
+    )
+
+
+def num_shown(principal: Principal) -> int:
+    """Return how many candidates a caller may see: others than the chosen one show the load of the cluster."""
+    return MAX_EXPLAINED if principal.operator else 1
+
+
+def decided(placement: Placement, num_candidates: int = MAX_EXPLAINED) -> pb.PlacementDecision:
+    placement_snapshot = placement.placement_snapshot
+    candidates = placement_snapshot.candidates() if placement_snapshot is not None else []
+    return pb.PlacementDecision(
+        attempt=placement.attempt,
+        placed_after_ms=placement.placed_after_s * 1e3,
+        reason=placement.decision.reason,
+        usable_blocks=placement_snapshot.demand.num_usable_blocks if placement_snapshot is not None else 0,
+        candidates=[candidate_of(candidate) for candidate in candidates[:num_candidates]],
+        num_candidates=placement.decision.num_candidates,
+        ttft_ms=None if placement.ttft_s is None else placement.ttft_s * 1e3,
+        hit_blocks=placement.hit_blocks,
+        failure=placement.failure,
+        reserved_output_tokens=placement.decision.reserved_output_tokens,
+        reservation=placement.decision.reservation,
+    )
+
+
+WITH_FIELDS = frozenset(
+    {
+        *("source_read", "lender_queue", "lender_compute", "transfer", "decode_queue", "prompt_tail"),
+        *("prompt_delay", "stream_delay"),
+    }
+)
+"""Terms that have fields of PlacementCandidate, some of them together."""
+
+
+def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
+    ms = {name: 1e3 * seconds for name, seconds in candidate.seconds.items()}
+    return pb.PlacementCandidate(
+        decode_worker=candidate.decode_id,
+        lender=candidate.lender_id or "",
+        lender_computes=candidate.lender_computes,
+        source=candidate.source_id or "",
+        blocks=candidate.num_blocks,
+        lender_tokens=candidate.lender_tokens,
+        decode_tokens=candidate.own_tokens,
+        source_read_ms=ms.get("source_read", 0.0),
+        lender_queue_ms=ms.get("lender_queue", 0.0),
+        lender_compute_ms=ms.get("lender_compute", 0.0),
+        transfer_ms=ms.get("transfer", 0.0),
+        decode_queue_ms=ms.get("decode_queue", 0.0),
+        prompt_tail_ms=ms["prompt_tail"],
+        ttft_ms=candidate.ttft_s * 1e3,
+        delay_ms=candidate.delay_s * 1e3,
+        affinity_ms=candidate.affinity_s * 1e3,
+        cost_ms=candidate.cost_s * 1e3,
+        hit_blocks=candidate.hit_blocks,
+        transfer_bytes=candidate.moved_bytes,
+        waiting_bytes=round(candidate.waiting_bytes),
+        source_bytes=candidate.source_bytes,
+        source_waiting_bytes=round(candidate.source_waiting_bytes),
+        further_ms={name: of_term for name, of_term in ms.items() if name not in WITH_FIELDS},
+    )
+
+
+def to_response(entry: Entry, num_candidates: int = MAX_EXPLAINED) -> pb.DecisionsResponse:
+    """Convert an entry; tenths of a second per placement for a large fleet, so not on an event loop."""
+    return pb.DecisionsResponse(
+        request_id=entry.request_id,
+        tenant=entry.tenant,
+        arrived_at=entry.arrived_at,
+        model=entry.model,
+        model_reason=entry.model_reason,
+        models=map(compared, entry.verdicts),
+        placements=[decided(placement, num_candidates) for placement in tuple(entry.placements)],
+        ended=entry.ended,
+        error=entry.error,
+    )

@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
-from router.placement.candidates import Alternative
+from router.placement.demand import Alternative
 from router.placement.place import Decision
 
 MOST = 256

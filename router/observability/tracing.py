@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.errors import ServiceError
 from cluster.install import needing
-from cluster.trace_context import traceparent
+from cluster.logs import traceparent
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from router.prepared_request import PreparedRequest

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from router.placement.candidates import Alternative, Candidate
 from router.placement.costs import Costs
-from router.placement.demand import Demand
+from router.placement.demand import Alternative, Candidate, Demand
 from router.placement.pairs import Inputs
 from router.placement.rates import Bools, Ints, Rates
 from router.placement.worker_table import Hits, WorkerTable

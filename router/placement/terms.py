@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from cluster.errors import StartError
-from kvtransfer.plugins import load_plugin, plugin_names
+from kvtransfer.registry import load_plugin, plugin_names
 from router.placement.demand import Demand
 from router.placement.pairs import KINDS, DecodeWorkers, Inputs, Kind, Pairs
 from router.placement.rates import Floats, Priors, Rates

@@ -7,8 +7,7 @@ from protos import inference_pb2 as pb
 from router.observability.metrics import RouterMetrics
 from router.prepared_request import PreparedRequest
 from router.request_path.stream_state import StreamState
-from router.usage.ledger import UsageLedger
-from router.usage.totals import UsageEntry
+from router.usage import UsageEntry, UsageLedger
 
 FINISH_TAG = b"\x22"
 """First byte of the field `finish` in a message. Of a message without this byte nothing is to be accounted."""

@@ -19,15 +19,14 @@ from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.models.prompt_reading import encode, expand
 from router.observability.decision_history import Entry
-from router.placement.candidates import Candidate
-from router.placement.demand import Demand
+from router.placement.demand import Candidate, Demand
 from router.placement.place import explain
 from router.prepared_request import PreparedRequest
 from router.request_path.observation import Observer
 from router.request_path.preprocess import Preprocessor, asked_for, tenant_of
 from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
-from router.usage.totals import UsageTotal
+from router.usage import UsageTotal
 from router.validation import check_messages, check_name_length
 
 

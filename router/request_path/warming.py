@@ -21,7 +21,7 @@ from router.config import RouterConfig
 from router.models.media import sources_of
 from router.models.model_runtimes import ModelRuntimes
 from router.placement.demand import Demand, traffic_hash_of
-from router.placement.fleet.warm_choice import by_cost
+from router.placement.fleet.introductions import by_cost
 from router.prepared_request import PreparedRequest, WarmTarget
 from router.request_path.preprocess import Preprocessor
 from router.request_path.request_handler import RequestHandler

@@ -1,4 +1,4 @@
-"""Access to a router: API keys (`api_keys.py`), settings (`config.py`), checks of gRPC calls (`guard.py`).
+"""Access to a router: API keys and checks of gRPC calls (`api_keys.py`), settings (`config.py`).
 
-The check for HTTP is `router/frontend/http/server/guard.py`.
+The check for HTTP is `router/frontend/http/server.py`.
 """

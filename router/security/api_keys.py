@@ -2,6 +2,10 @@
 
 A key is 256 random bits, so a plain SHA-256 protects it. The lookup by hash takes a time that reveals nothing about how
 much of a wrong key is right.
+
+Authentication of gRPC calls before any handler, so that a new method is closed until it is opened here.
+
+Handlers decide what a caller may do. HTTP has `router/frontend/http/server.py`.
 """
 
 import hashlib
@@ -9,17 +13,22 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import grpc
 import yaml
 
-from cluster.errors import Forbidden, StartError, Unauthenticated
+from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated
+from cluster.network.error_status import end_call
+from cluster.network.rpc import OPEN_SERVICES
 from router.security.config import ApiKey
 
 log = logging.getLogger(__name__)
+
 
 PREFIX = "tk-"
 """Prefix by which people and secret scanners recognise a key."""
@@ -218,3 +227,36 @@ def _by_hash(keys: Iterable[ApiKey]) -> dict[str, ApiKey]:
         by_hash[key.sha256] = key
         names.add(key.name)
     return by_hash
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Interceptor that refuses calls without a key before their messages are read."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """Return the handler of a call, or one that refuses it."""
+        if not handler_call_details.method.startswith(OPEN_SERVICES):
+            try:
+                self._keys.principal(bearer_of(handler_call_details.invocation_metadata))
+            except ServiceError as error:
+                return _refusing(error)
+        return await continuation(handler_call_details)
+
+
+def bearer_of(metadata: Any) -> str | None:
+    """Return the first `authorization` in a call's metadata."""
+    for name, value in metadata or ():
+        if name == "authorization":
+            return value if isinstance(value, str) else None
+    return None
+
+
+def _refusing(error: ServiceError) -> Any:
+    async def refuse(_: Any, context: Any) -> AsyncIterator[bytes]:
+        end_call(context, error)
+        for nothing in tuple[bytes, ...]():
+            yield nothing
+
+    return grpc.stream_stream_rpc_method_handler(refuse)  # the messages are not read

@@ -19,18 +19,16 @@ from zlib import crc32
 import zmq.asyncio
 
 from cluster.errors import ServiceError, Unavailable
-from cluster.network.protocol import PROTOCOL
+from cluster.network.rpc import PROTOCOL
 from cluster.process.loop_watch import loop_time
 from kvcache.block_keys import ADAPTER_BYTES, BlockKey, root_key
 from protos import membership_pb2 as pb
-from router.models.fleet_config import FleetConfig
+from router.models.config import FleetConfig
 from router.models.model_runtime import REVISION_BYTES, ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
-from router.stock.event_feed import EventFeed
-from router.stock.facts import ServerFacts, ask
-from router.stock.kv_events import AssumedBlocks, NamedBlocks
+from router.stock.facts import Load, ServerFacts, ask, load_of
+from router.stock.kv_events import AssumedBlocks, EventFeed, NamedBlocks
 from router.stock.link import OUTPUT_TOKENS, StockLink
-from router.stock.metrics_page import Load, load_of
 from router.stock.server_api import ServerAccess, ServerApi
 from router.stock.sources.servers import Server
 

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from cluster.errors import StartError, Unavailable
-from router.models.fleet_config import FleetConfig
+from router.models.config import FleetConfig
 from router.stock.completions import Call, error_of
 
 CONNECT_S = 3.0

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
-from cluster.roles import ON_WIRE, Role
+from cluster.settings import ON_WIRE, Role
 from engine.core_types import StepBudget
 from engine.messages.from_engine import CacheChanged, LoadReport, Ready
 from engine.messages.to_engine import DrainLoans, SetBudget, TakeSnapshot
@@ -23,8 +23,8 @@ from sizing.cluster.transport import VirtualTransport
 from sizing.cluster.worker import SimWorker, WorkerSpec
 from sizing.cluster.worker_drain import DRAIN_S, WorkerDrain
 from worker.front.worker_events import cache_events, load_report
-from workloads.latency_histogram import LatencyHistogram
 from workloads.request import Outcome, TraceRequest
+from workloads.results import LatencyHistogram
 
 START_S = 1.0
 """Seconds before a trace begins, within which every router learns every worker."""

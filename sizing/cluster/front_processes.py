@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from engine.core_types import EngineSequence as Chain
 from engine.messages.from_engine import CacheChanged, FromEngine, LoadReport, Rejected, StepTokens, Token
 from engine.messages.to_engine import Cancel, Generate
-from loans.account import KvAccount
+from loans.loan import KvAccount
 from sizing.cluster.clock import VirtualClock
 from sizing.cluster.worker import Listener, SimWorker
 

@@ -12,7 +12,7 @@ from engine.core_types import SamplingParams
 from engine.messages.from_engine import Rejected, Token
 from engine.messages.to_engine import Generate
 from kvcache.block_keys import BlockKey, block_keys, root_key
-from loans.messages import Lender, PlacementMark
+from loans.network import Lender, PlacementMark
 from protos import decode_pb2, inference_pb2
 from protos import membership_pb2 as pb
 from router.admission.admission import Admission, Outcome, Started
@@ -30,9 +30,9 @@ from sizing.cluster.front_processes import Attempt, FrontProcesses
 from sizing.cluster.runner import output_token
 from sizing.cluster.worker import SimWorker
 from worker.requests.receipt import build_receipt
-from workloads.latency_histogram import LatencyHistogram
 from workloads.request import EndState, TraceRequest
 from workloads.request import Outcome as Result
+from workloads.results import LatencyHistogram
 
 MAX_ATTEMPTS = 4
 DEADLINE_S = 600.0

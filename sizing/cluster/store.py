@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_keys import BlockKey
-from kvcache.events import CacheEvent, Removed, Stored
 from kvcache.layout import KvLayout
+from kvcache.pool import CacheEvent, Removed, Stored
 from kvcache.store.block_store import FETCH_BYTES, FETCHES_AT_ONCE, WRITE_BYTES
 from kvcache.store.kv_store import Fetched, KvStore
 from sizing.cluster.clock import VirtualClock

@@ -13,8 +13,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.roles import Role
-from engine.backends.sim.timing import StepWork, Timing
+from cluster.settings import Role
+from engine.backends.sim.settings import StepWork, Timing
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import Chunk
@@ -24,7 +24,7 @@ from engine.messages.to_engine import ToEngine
 from kvcache.layout import KvLayout
 from kvcache.store.kv_store import KvStore
 from loans.in_process import InProcessNetwork
-from loans.messages import Peer
+from loans.network import Peer
 from sizing.cluster.clock import ScheduledEvent, VirtualClock
 from sizing.cluster.network import VirtualNetwork
 from sizing.cluster.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of

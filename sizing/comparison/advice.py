@@ -26,8 +26,7 @@ import numpy.typing as npt
 
 from sizing.cluster.cluster import FleetMaker
 from sizing.comparison.replay import Run, Scenario, Setup, replay
-from workloads.errors import BadSetup
-from workloads.request import EndState, Outcome, TraceRequest
+from workloads.request import BadSetup, EndState, Outcome, TraceRequest
 
 Verdict = Literal["disaggregate", "aggregate", "even"]
 Blocks = npt.NDArray[np.float64]

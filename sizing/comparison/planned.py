@@ -2,11 +2,11 @@
 
 import math
 
-from engine.backends.sim.timing import StepWork, Timing
+from engine.backends.sim.settings import StepWork, Timing
 from planner.config import PolicyConfig, PoolConfig
 from sizing.cluster.autoscale import Autoscale
 from sizing.comparison.replay import Scenario, Setup, priors_of, roofline_of
-from workloads.errors import BadSetup
+from workloads.request import BadSetup
 
 
 def autoscaled(setup: Setup, most: int, start_s: float) -> Scenario:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cluster.roles import Role
-from engine.backends.sim.timing import StepTiming, StepWork
+from cluster.settings import Role
+from engine.backends.sim.settings import StepTiming, StepWork
 from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
 from engine.settings import BATCH_TOKENS_ON_CPU
@@ -24,8 +24,7 @@ from sizing.cluster.worker import WorkerSpec
 from sizing.comparison.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
 from sizing.gpus import SEQUENCE_TOKENS, Gpu, Roofline
 from sizing.models.model_shape import ModelShape
-from workloads.errors import BadSetup, check_above_0, shown
-from workloads.request import Outcome, TraceRequest
+from workloads.request import BadSetup, Outcome, TraceRequest, check_above_0, shown
 from workloads.results import ResultCounter, Results, Slo
 
 Mode = Literal["aggregated", "disaggregated", "conditional"]

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from cluster.errors import StartError
-from cluster.roles import Role
+from cluster.settings import Role
 from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
 from engine.engine_kind import EngineKind, EngineMemory, Option, kind_of
@@ -39,7 +39,7 @@ from engine.host.memory import UNMEASURED_KV_BYTES
 from engine.settings import BATCH_TOKENS_ON_CPU, DEFAULT_ENGINE, max_step_tokens
 from kvcache.layout import DTYPE_BYTES, KvLayout
 from sizing.models.model_shape import ModelShape
-from workloads.errors import BadSetup, shown
+from workloads.request import BadSetup, shown
 
 AUTO: Final = "auto"
 ON_GPUS: Final = "engine: vllm"

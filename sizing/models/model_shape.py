@@ -1,20 +1,19 @@
 """Properties of a model that decide the duration of its steps: numbers of parameters, and the KV of a sequence.
 
 KV is a function of the context: layers with full attention keep all tokens, those with a window its last ones, and
-recurrent layers a state of fixed size (`model_layers.py`). The numbers of parameters are in `model_weights.py`.
+recurrent layers a state of fixed size (`model_layers.py`). The numbers of parameters are in `model_layers.py`.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelRefused
+from engine.core_types import ModelRefused
 from engine.model.hub import CONFIG_FILES, fetch
 from engine.model.model_dir import ModelDir
 from kvcache.layout import DTYPE_BYTES
-from sizing.models.model_layers import LayerGroup, attention_of, groups_of, kinds_of, number
-from sizing.models.model_weights import weights_of
-from workloads.errors import BadSetup, shown
+from sizing.models.model_layers import LayerGroup, attention_of, groups_of, kinds_of, number, weights_of
+from workloads.request import BadSetup, shown
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 DEFAULT_CONFIG: dict[str, Any] = {

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from sizing.comparison.replay import Setup
 from sizing.gpus import COMPUTE, MEMORY, USABLE_MEMORY, Roofline
 from sizing.models.model_shape import STATES, ModelShape
-from sizing.plan.aggregated import NUM_MESSAGES as TOGETHER_MESSAGES
-from sizing.plan.aggregated import AggregatedPlan
-from sizing.plan.disaggregated import NUM_MESSAGES, TAIL_STEPS, DisaggregatedPlan
+from sizing.plan.layouts import NUM_MESSAGES, NUM_MESSAGES_AGGREGATED, TAIL_STEPS, AggregatedPlan, DisaggregatedPlan
 from sizing.plan.load import OfferedLoad
 from sizing.plan.prompts import PromptQueue
 from sizing.plan.search import Option, Plan
@@ -125,7 +123,7 @@ def _together(together: AggregatedPlan) -> Iterator[PlanFigure]:
         f" a step of {together.batch:.1f} streams)"
     )
     yield PlanFigure("ITL, mean", how, 1e3 * together.itl_s, "ms")
-    how = f"{TOGETHER_MESSAGES} messages + wait + half a step + prompt"
+    how = f"{NUM_MESSAGES_AGGREGATED} messages + wait + half a step + prompt"
     yield PlanFigure("TTFT, mean", how, together.ttft_s, "s")
     yield from _kept(
         together.parts, together.kept, setup, together.held, together.workers * math.floor(together.streams.fit)

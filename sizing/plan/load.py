@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
 
-from workloads.errors import BadSetup
+from workloads.request import BadSetup
 from workloads.traces.row import MAX_TOKENS
 
 BODY = tuple(place / 40 for place in range(1, 39))

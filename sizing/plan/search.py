@@ -1,18 +1,22 @@
-"""Search for the smallest cluster that keeps the SLO, disaggregated and aggregated."""
+"""Search for the smallest cluster that keeps the SLO, disaggregated and aggregated.
 
-from collections.abc import Callable, Iterable
+Check of a plan: requests as it assumes them, through the clusters that it found.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sizing.comparison.advice import MARGIN, Verdict
-from sizing.comparison.replay import Scenario, Setup, bill
+from sizing.comparison.replay import Run, Scenario, Setup, bill, replay
 from sizing.gpus import Gpu, Roofline
-from sizing.plan.aggregated import AggregatedPlan
-from sizing.plan.disaggregated import DecodePool, DisaggregatedPlan, PrefillPool
-from sizing.plan.load import MAX_RATE, OfferedLoad
+from sizing.plan.layouts import AggregatedPlan, DecodePool, DisaggregatedPlan, PrefillPool
+from sizing.plan.load import MAX_RATE, Lengths, OfferedLoad
 from sizing.plan.prompts import PromptQueue
 from sizing.plan.streams import Streams
-from workloads.errors import BadSetup
+from workloads.request import BadSetup, TraceRequest
 
 GOAL = 0.9
 """Share of requests that must keep TTFT and ITL."""
@@ -293,3 +297,25 @@ def _why(
         case _:
             tokens = f"{load.context:,.0f} tokens in the mean"
             return f"memory: a stream has {tokens}, a worker's pool room for {streams.pool_tokens:,} ({tp})"
+
+
+def requests_of(load: OfferedLoad, count: int, seed: int = 0) -> Iterator[TraceRequest]:
+    """Yield Poisson arrivals with lognormal lengths; the cached part is a prefix common to all prompts."""
+    rng, at_s = random.Random(seed), 0.0
+    for number in range(count):
+        at_s += rng.expovariate(load.rate)
+        prompt, output = _length(rng, load.prompts), _length(rng, load.outputs)
+        shared = round(prompt * load.hit_rate / 64)
+        rest = -(-prompt // 64) - shared
+        hash_ids = (*range(shared), *(1 << 20 | (number + place) % (1 << 20) for place in range(rest)))
+        yield TraceRequest(number, at_s, prompt, output, hash_ids if shared else (), 64)
+
+
+def check(option: Option, count: int, seed: int = 0, on_progress: Callable[[float], object] = lambda _: None) -> Run:
+    """Run `count` requests of the plan's load through the option's cluster."""
+    return replay(option.setup, option.scenario, requests_of(option.model.load, count, seed), on_progress)
+
+
+def _length(rng: random.Random, lengths: Lengths) -> int:
+    sigma = math.sqrt(math.log1p(lengths.variation**2))
+    return max(1, round(lengths.mean * math.exp(sigma * rng.gauss(0, 1) - sigma**2 / 2)))

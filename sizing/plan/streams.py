@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from engine.backends.sim.timing import StepWork
+from engine.backends.sim.settings import StepWork
 from sizing.gpus import Roofline
 from sizing.plan.load import NORMAL, OfferedLoad
 

@@ -7,10 +7,10 @@ import typer
 
 from cluster.errors import InvalidRequest, StartError, TandemError
 from tandem import __version__
+from tandem.cli import fleet_commands
 from tandem.cli.client import client_commands
 from tandem.cli.cluster import cluster_commands
 from tandem.cli.common import console
-from tandem.cli.fleet import fleet_commands
 from tandem.cli.sizing import sizing_commands
 
 FAILED, WRONG_USAGE = 1, 2

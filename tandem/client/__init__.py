@@ -24,8 +24,16 @@ from protos.inference_pb2 import (
 from protos.inference_pb2 import GenerateResponse as Piece
 from tandem.client.call_span import Metadata
 from tandem.client.client import Client, Target, error_of
-from tandem.client.options import EmbedOptions, GenerateOptions, PromptOptions, TokenizeOptions, WarmOptions
-from tandem.client.parts import Medium, Message, Part
+from tandem.client.options import (
+    EmbedOptions,
+    GenerateOptions,
+    Medium,
+    Message,
+    Part,
+    PromptOptions,
+    TokenizeOptions,
+    WarmOptions,
+)
 from tandem.client.sync_client import SyncClient
 
 __all__ = [

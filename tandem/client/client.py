@@ -23,8 +23,15 @@ from cluster.network.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tandem.client.call_span import CallSpan, Metadata
-from tandem.client.options import EmbedOptions, GenerateOptions, Json, TokenizeOptions, WarmOptions
-from tandem.client.parts import chat_message, medium
+from tandem.client.options import (
+    EmbedOptions,
+    GenerateOptions,
+    Json,
+    TokenizeOptions,
+    WarmOptions,
+    chat_message,
+    medium,
+)
 from tandem.client.resuming import StreamProgress, Tries, may_have_others
 
 Reply = TypeVar("Reply")

@@ -9,7 +9,7 @@ from cluster.install import EXTRAS, how_to_install
 from engine.config import WorkerConfig
 from engine.host.memory import UNMEASURED_KV_BYTES
 from kvtransfer.hardware.topology import choices
-from kvtransfer.ucx.strict_lanes import GROUPS
+from kvtransfer.ucx.lanes import GROUPS
 from tandem.doctor.findings import Finding, Level
 from tandem.doctor.machine import Machine, uses_cpu_kernels
 

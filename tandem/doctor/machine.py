@@ -12,10 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engine.config import WorkerConfig
+from engine.core_types import EngineStartError
 from engine.engine_kind import Environment
-from engine.errors import EngineStartError
-from kvtransfer.hardware.sysfs import read_host
-from kvtransfer.hardware.topology import Host
+from kvtransfer.hardware.topology import Host, read_host
 
 PACKAGES = {
     "nixl": ("nixl-cu13", "nixl-cu12"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config import WorkerConfig
-from kvtransfer.ucx.strict_lanes import GROUPS
+from kvtransfer.ucx.lanes import GROUPS
 from tandem.doctor.findings import Finding
 from tandem.doctor.links import PeerGone, PeerLink, ProcessLink
 from tandem.doctor.machine import Machine

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.host.memory import pool_memory
 from kvtransfer.errors import TransferError
-from kvtransfer.hardware.sysfs import use_nearest_nics
+from kvtransfer.hardware.topology import use_nearest_nics
 from kvtransfer.registry import open_transport
 from kvtransfer.transport import MAX_POSTED_BYTES, DevicePool, Pool, Span, Transport
 
@@ -53,7 +53,7 @@ class PatternPool:
     def __init__(self, pattern: Bytes, gpu: bool) -> None:
         self._start = len(pattern)
         if gpu:
-            from engine.backends.torch.patterns import put_on_gpu
+            from engine.backends.torch.memory import put_on_gpu
 
             self.pool: Pool | DevicePool = put_on_gpu(np.concatenate([pattern, np.zeros_like(pattern)]))
         else:
@@ -65,7 +65,7 @@ class PatternPool:
         if isinstance(self.pool, Pool):
             self.pool.memory[0, self._start :] = 0
             return
-        from engine.backends.torch.patterns import clear_on_gpu
+        from engine.backends.torch.memory import clear_on_gpu
 
         clear_on_gpu(self.pool, self._start)
 
@@ -73,7 +73,7 @@ class PatternPool:
         """Return the destination's contents, [num_bytes]."""
         if isinstance(self.pool, Pool):
             return self.pool.memory[0, self._start :]
-        from engine.backends.torch.patterns import fetch_from_gpu
+        from engine.backends.torch.memory import fetch_from_gpu
 
         return fetch_from_gpu(self.pool)[self._start :]
 

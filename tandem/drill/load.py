@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cluster.errors import InvalidRequest, ServiceError
 from protos import inference_pb2 as pb
 from tandem.client import Client
-from tandem.loadgen.prompts import LEAST_TOKEN
+from tandem.loadgen.frontends import LEAST_TOKEN
 
 STREAM_S = 120.0
 """Seconds after which a stream counts as lost."""

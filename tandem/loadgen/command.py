@@ -15,10 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tandem.loadgen.drive import LoadDriver, SentRequest
 from tandem.loadgen.frontends import Frontend
 from tandem.loadgen.report import Receipts, Report, tables_of, write_json, write_plot
-from workloads.errors import BadSetup, check_above_0
 from workloads.profiles import Profile, evenly, poisson, requests_of
 from workloads.report import open_figures
-from workloads.request import EndState, TraceRequest
+from workloads.request import BadSetup, EndState, TraceRequest, check_above_0
 from workloads.results import LatencySummary, ResultCounter, Slo
 from workloads.traces.reading import Trace
 from workloads.traces.receipts import ServedRequest, write_served

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from cluster.errors import Overloaded, ServiceError, TandemError
 from protos import inference_pb2 as pb
 from tandem.loadgen.frontends import Frontend
-from workloads.latency_histogram import LatencyHistogram
 from workloads.request import EndState, Outcome, TraceRequest
+from workloads.results import LatencyHistogram
 
 SLEEP_AT_LEAST_S = 0.001
 """Shortest sleep in seconds; requests due sooner are sent now."""

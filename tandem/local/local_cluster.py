@@ -17,7 +17,7 @@ from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from preprocessor.config import PreprocessorConfig
 from router.config import RouterConfig
-from tandem.media_roles import PREPROCESSOR, encoder_name, with_preprocessor
+from tandem.cluster_file import PREPROCESSOR, encoder_name, with_preprocessor
 from tandem.members import await_members
 from tandem.topology import Topology
 

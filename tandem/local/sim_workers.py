@@ -15,8 +15,7 @@ from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.logs import set_up
 from cluster.process.life import SignalledRole, run_role
-from cluster.roles import Role
-from cluster.settings import LogSettings
+from cluster.settings import LogSettings, Role
 from engine.config import WorkerConfig
 from engine.model.hub import CONFIG_FILES, ModelPath, fetch_beside
 from engine.process.front.local_engine import LocalEngine

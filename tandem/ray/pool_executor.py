@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.errors import StartError, TandemError
-from cluster.roles import Role
-from cluster.settings import TlsSettings
-from planner.executors.executor import Executor, ExecutorFailed
+from cluster.settings import Role, TlsSettings
+from planner.executors import Executor, ExecutorFailed
 from planner.runtime import Planner, PlannerConfig, start_planner
 from protos import inference_pb2 as pb
 from router.config import RouterConfig

@@ -16,10 +16,10 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from cluster import roles
 from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.process.life import Addresses
+from cluster.settings import Role as WorkerRole
 from tandem.topology import MODULES
 
 STOP_TIMEOUT_S = 10.0
@@ -129,7 +129,7 @@ async def _start_role(module: str, config: Any) -> Any:
     from worker.requests.service import serve_requests
     from worker.runtime import start_worker
 
-    role: roles.Role = "prefill" if module == "prefill_worker" else "decode"
+    role: WorkerRole = "prefill" if module == "prefill_worker" else "decode"
     set_up(role, config.id_for(role), config)
     if config.node_rank:
         from worker.headless import start_headless

@@ -12,7 +12,7 @@ from cluster.errors import StartError, TandemError, Unavailable
 from cluster.network.tls import TlsIdentity, member_of
 from cluster.process.life import Addresses
 from engine.config import WorkerConfig
-from tandem.media_roles import PREPROCESSOR, encoder_name, with_preprocessor
+from tandem.cluster_file import PREPROCESSOR, encoder_name, with_preprocessor
 from tandem.members import workers_at
 from tandem.progress import ProgressSteps
 from tandem.ray.control import Order

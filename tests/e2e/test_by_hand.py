@@ -2,8 +2,7 @@
 
 import os
 
-from engine.host.core_sharing import CoreShare, share_cores
-from engine.host.cpu_affinity import in_machine_order
+from engine.host.cores import CoreShare, in_machine_order, share_cores
 from support.processes import LENDER_ALWAYS, Stream, assert_equal_answers, engine_of, kill_worker, until, workers_joined
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster, RoleProcess

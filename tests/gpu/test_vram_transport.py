@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.torch.kv.fingerprint import TensorFingerprints
+from engine.backends.torch.kv import TensorFingerprints
 from kvtransfer.registry import open_transport
 from kvtransfer.transport import Span
 

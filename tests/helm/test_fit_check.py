@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from engine.config import WorkerConfig
-from sizing.fit.values import DEFAULTS, MEMORY_LIMIT, PRODUCT, ValuesPool, pools_of
-from sizing.fit.verdict import Verdict, verdicts
+from sizing.fit.verdict import DEFAULTS, MEMORY_LIMIT, PRODUCT, ValuesPool, Verdict, pools_of, verdicts
 from sizing.models.known_models import known_shape
 from sizing.models.model_shape import DEFAULT_CONFIG
 from support.chart import (

@@ -7,7 +7,7 @@ import yaml
 
 from cluster.config import parse_overrides
 from router.config import RouterConfig
-from router.models.fleet_config import FleetConfig
+from router.models.config import FleetConfig
 from support.chart import (
     KUBERNETES,
     ROOT,

@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from cluster.roles import ROLES, Role
+from cluster.settings import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
 from planner.observation import Observation
 from planner.policy import decide

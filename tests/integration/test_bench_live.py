@@ -20,8 +20,8 @@ from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
 from tandem.loadgen.comparison import run_comparison
 from tandem.loadgen.frontends import GrpcFrontend, HttpFrontend
 from tandem.storyteller import STORYTELLER
-from workloads.errors import BadSetup
 from workloads.profiles import profile_named
+from workloads.request import BadSetup
 from workloads.results import Slo
 from workloads.traces.reading import Trace, Window, served_of
 

@@ -17,7 +17,7 @@ import pytest
 
 from cluster.errors import DeadlineExceeded, Overloaded, Unavailable
 from cluster.network.rpc import channel
-from cluster.roles import Role
+from cluster.settings import Role
 from engine.config import WorkerConfig
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc

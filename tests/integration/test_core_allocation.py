@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.host.core_sharing import DECODE_NICENESS
-from engine.host.cpu_affinity import in_machine_order
+from engine.host.cores import DECODE_NICENESS, in_machine_order
 
 AS_STARTED = os.nice(0) + 5
 CORES = in_machine_order(os.sched_getaffinity(0))

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.torch.sampling import drawing
-from engine.backends.torch.sampling.drawing import draw
+from engine.backends.torch.sampling import sampler
+from engine.backends.torch.sampling.sampler import draw
 from engine.core_types import SamplingParams
 
 CANDIDATES = 1024
@@ -34,10 +34,10 @@ def test_candidates_give_what_sorting_everything_gives(drawn: list[Row], seed: i
     logits = (torch.randn(len(drawn), VOCAB, generator=generator) * spread).bfloat16().float()
     params, targets = [row[0] for row in drawn], [row[1] for row in drawn]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "CANDIDATES", (VOCAB,))
+        patch.setattr(sampler, "CANDIDATES", (VOCAB,))
         sorted_all = draw(logits, params, targets)
         for counts in ((CANDIDATES,), (CANDIDATES, 3 * CANDIDATES)):
-            patch.setattr(drawing, "CANDIDATES", counts)
+            patch.setattr(sampler, "CANDIDATES", counts)
             assert torch.equal(draw(logits, params, targets), sorted_all)
 
 

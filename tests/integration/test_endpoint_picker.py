@@ -18,7 +18,7 @@ from kvcache.block_keys import block_keys, root_key
 from protos import membership_pb2
 from router.config import RouterConfig
 from router.frontend.envoy.service import NAME
-from router.models.fleet_config import FleetConfig
+from router.models.config import FleetConfig
 from router.models.model_runtimes import ModelRuntimes
 from router.runtime import start_router
 from router.stock.member import Surroundings, _Joined, hello_of

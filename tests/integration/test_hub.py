@@ -17,7 +17,7 @@ import pytest
 from cluster.errors import StartError
 from conftest import Ask, ClusterFactory
 from engine.config import WorkerConfig
-from engine.errors import ModelRefused
+from engine.core_types import ModelRefused
 from engine.model.hub import CONFIG_FILES, LORA_FILES, MODEL_FILES, fetch, fetch_beside
 from router.config import RouterConfig
 from support.hub import EXPIRED, Hub, Served
@@ -26,7 +26,7 @@ from support.sim_directories import write_sim_model
 from tandem.client import Client
 from tandem.local.local_cluster import start_role, stop_process
 from tandem.storyteller import STORYTELLER
-from worker.model_files import with_local_files
+from worker.runtime import with_local_files
 
 WEIGHTS = "model.safetensors"
 CONFIGS = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}

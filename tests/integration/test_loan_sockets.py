@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.network.tls import Credentials, File, MemberIdentity
-from kvcache.items import Item
-from loans.messages import Peer, PlacementMark
-from loans.network import CUT_OFF, OTHER_VERSION
+from kvcache.block_keys import Item
+from loans.network import CUT_OFF, OTHER_VERSION, Peer, PlacementMark
 from loans.peers import socket_network
 from support.certificates import Authority
 from support.loan_networks import BLOCKS, STARTED, Engine, until, want_of
@@ -182,7 +181,7 @@ def test_a_slow_reader_gets_everything_in_order() -> None:
 
 
 def test_a_long_announcement_is_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loans.peers.wire.MAX_FINGERPRINT_BYTES", 64)
+    monkeypatch.setattr("loans.peers.connection.MAX_FINGERPRINT_BYTES", 64)
     a, b = pair()
     loan = a.borrow(b.peer, want_of())
     until(lambda: b.wants, a, b)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engine.process.message_socket import MessageSocket, SocketWaiter
+from engine.process.front_link import MessageSocket, SocketWaiter
 
 
 @pytest.fixture

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from engine.backends.torch.native.attention import NativePagedAttention
+from engine.backends.torch.attention import SdpaPagedAttention
+from engine.backends.torch.native.decoder_layer import NativePagedAttention
 from engine.backends.torch.native.kernels import LAYERS, LINEAR, TYPES, Kernels, attention_part
 from engine.backends.torch.native.modules import NativeRmsNorm
 from engine.backends.torch.runner import TorchRunner
-from engine.backends.torch.sdpa import SdpaPagedAttention
-from engine.core_types import Chunk, EngineSequence, SamplingParams
-from engine.errors import KernelsUnavailable
+from engine.core_types import Chunk, EngineSequence, KernelsUnavailable, SamplingParams
 from kvcache.layout import KvLayout
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from engine.backends.torch import backends
+from engine.backends.torch import runner as torch_runner
 from engine.backends.torch.native.decoder_layer import NativeDecoderLayer
 from engine.backends.torch.runner import TorchRunner
 from engine.core_types import Chunk
@@ -28,7 +28,7 @@ def bfloat16_runner(path: Path) -> TorchRunner:
 def as_transformers_calls_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> TorchRunner:
     """One whose layers are transformers', of the same kernels."""
     with monkeypatch.context() as patch:
-        patch.setattr(backends, "use_native_layers", lambda *arguments: 0)
+        patch.setattr(torch_runner, "use_native_layers", lambda *arguments: 0)
         runner = bfloat16_runner(path)
     assert not num_native(runner)
     return runner

@@ -12,8 +12,7 @@ import pytest
 
 from cluster.errors import StartError
 from cluster.network.rpc import READINESS
-from planner.executors.executor import ExecutorFailed
-from planner.executors.kubernetes import KubernetesConfig, KubernetesExecutor
+from planner.executors import ExecutorFailed, KubernetesConfig, KubernetesExecutor
 from planner.runtime import PlannerConfig, start_planner
 from support.processes import Stream, engine_of, finished, running, says, until, workers_joined
 from support.scale_api import ScaleApi

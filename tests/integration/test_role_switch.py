@@ -10,7 +10,7 @@ import pytest
 
 from cluster.errors import ServiceError
 from cluster.network.rpc import channel
-from planner.executors.switcher import switch_role
+from planner.executors import switch_role
 from protos import membership_pb2, membership_pb2_grpc
 from support.processes import (
     LENDER_ALWAYS,

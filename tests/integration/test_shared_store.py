@@ -9,8 +9,7 @@ import pytest
 from cluster.errors import StartError
 from kvcache.layout import KvLayout
 from kvcache.store.bucket import BucketObjects
-from kvcache.store.object_format import ObjectRefused
-from kvcache.store.objects import ObjectMissing, StoreError
+from kvcache.store.objects import ObjectMissing, ObjectRefused, StoreError
 from kvcache.store.opening import open_shared_store
 from kvcache.store.settings import StoreSettings
 from support.processes import Stream, finished, running

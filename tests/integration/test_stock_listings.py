@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from router.models.fleet_config import FleetConfig
-from router.stock.sources import kubernetes, names, server_files
+from router.models.config import FleetConfig
+from router.stock.sources import kubernetes, servers
 from router.stock.sources.listings import listings
 from router.stock.sources.servers import Server
 from support.certificates import Authority
@@ -40,8 +40,8 @@ class Followed:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _follow(self) -> None:
-        async for servers in listings(self._config):
-            self.history.append({_host(server): (server.role, server.draining) for server in servers})
+        async for listed in listings(self._config):
+            self.history.append({_host(server): (server.role, server.draining) for server in listed})
 
     async def lists(self, *hosts: str, draining: tuple[str, ...] = ()) -> None:
         """Wait until exactly these servers are listed."""
@@ -60,7 +60,7 @@ def _host(server: Server) -> str:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, pause in ((names, "EVERY_S"), (server_files, "EVERY_S"), (kubernetes, "PAUSE_S")):
+    for module, pause in ((servers, "LOOK_UP_S"), (servers, "READ_S"), (kubernetes, "PAUSE_S")):
         monkeypatch.setattr(module, pause, 0.02)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.transport import MAX_POSTED_BYTES, MAX_POSTED_BYTES_ON_GPU, Pool, Span
-from kvtransfer.ucx.ucxx_end import Ucx, UcxEnd
+from kvtransfer.ucx.ucxx_links import Ucx, UcxEnd
 from kvtransfer.ucx.ucxx_wire import (
     HEADER,
     MAX_BODY_BYTES,

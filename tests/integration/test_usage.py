@@ -13,8 +13,7 @@ import pytest
 from cluster.errors import InvalidRequest, ServiceError
 from conftest import ModelFactory
 from protos import inference_pb2 as pb
-from router.usage.redis_ledger import RedisUsage
-from router.usage.totals import UsageEntry, UsageTotal
+from router.usage import RedisUsage, UsageEntry, UsageTotal
 from support.batch_site import kill_router, start_router_again
 from support.openai_http import call, http_cluster
 from support.processes import until
@@ -102,7 +101,7 @@ async def redis(tmp_path: Path) -> AsyncIterator[RedisServer]:
 
 
 async def test_routers_keep_one_ledger_in_redis(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.usage.redis_ledger.today", lambda: "2026-11-26")
+    monkeypatch.setattr("router.usage.today", lambda: "2026-11-26")
     ledgers = [RedisUsage(redis.url, "test", 35) for _ in range(2)]
     entries = [replace(ENTRY, request_id=f"r{number}", tenant=TENANTS[number % 2]) for number in range(40)]
     entries += [replace(ENTRY, request_id="later", at=ENTRY.at + 86_400, tenant='a "b": \n')]

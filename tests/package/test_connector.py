@@ -24,7 +24,7 @@ PARTS = (
     "engine.backends.vllm.connector",
     "engine.backends.vllm.kv.memory",
     "engine.backends.vllm.kv.block_pool",
-    "engine.model.adapters",
+    "engine.model.hub",
     "engine.model.model_dir",
     "kvtransfer.registry",
     "kvtransfer.nixl",

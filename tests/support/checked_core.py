@@ -11,8 +11,7 @@ from engine.messages.to_engine import ToEngine
 from engine.model_runner import ModelRunner
 from kvcache.store.kv_store import KvStore
 from kvtransfer.transport import Transport
-from loans.messages import Lent, Started, Want
-from loans.network import LoanGiven
+from loans.network import Lent, LoanGiven, Started, Want
 from loans.reads.block_reads import RemoteRank
 from support.hand_network import HandNetwork, Stream
 

@@ -13,11 +13,11 @@ import itertools
 import json
 from typing import Any
 
-from loans.messages import Want
+from loans.network import Want
 from support.connector_trials import FINGERPRINT, Client, Server, Trial
 from support.hand_network import Stream
 from support.vllm_trials import BLOCK, MODELS
-from tandem_connector.names import Naming
+from tandem_connector.kv import Naming
 
 NUM_BLOCKS = 3
 """Whole blocks of the prompt."""

@@ -26,7 +26,7 @@ from engine.backends.vllm.kv.groups import KvGroups
 from engine.backends.vllm.kv.memory import LayerPlace, VllmKvMemory
 from kvtransfer.transport import Pool
 from loans.component import Ranks
-from loans.messages import Lent, Peer, Want
+from loans.network import Lent, Peer, Want
 from loans.reads.block_reads import LocalRank
 from support.hand_network import HandNetwork
 from support.slow_transport import SlowTransport
@@ -44,12 +44,10 @@ from support.vllm_trials import (
 )
 from tandem_connector import TandemConnector
 from tandem_connector.borrowings import BorrowingRules
-from tandem_connector.kv import ConnectorKv
+from tandem_connector.kv import ConnectorKv, Hashes, Naming
 from tandem_connector.lender import fingerprint
-from tandem_connector.names import Hashes, Naming
-from tandem_connector.references import ASKS_FOR_REFERENCE, Reference
 from tandem_connector.scheduler_half import EngineFacts, SchedulerHalf
-from tandem_connector.servers import Prompt
+from tandem_connector.servers import ASKS_FOR_REFERENCE, Prompt, Reference
 
 init_none_hash(sha256)
 FINGERPRINT = bytes(range(32))

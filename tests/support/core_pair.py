@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from engine.core_types import StepBudget
 from engine.messages.from_engine import Filled, Rejected, Token
-from kvcache.items import Item
+from kvcache.block_keys import Item
 from kvtransfer.local import LocalNetwork
-from loans.account import KvAccount
-from loans.messages import Lender
+from loans.loan import KvAccount
+from loans.network import Lender
 from support.checked_core import NOTHING_LEFT, LandingCore
 from support.core_engine import WIDE, Engine, generate, tokens_of
 from support.hand_network import HandNetwork

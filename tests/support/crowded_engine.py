@@ -5,15 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.backends.sim.runner import SimRunner
-from engine.core.engine_core import EngineCore
+from engine.core.engine_core import EngineCore, max_wait_steps
 from engine.core.loan_host import EngineLimits
-from engine.core.scheduler import max_wait_steps
 from engine.core_types import Chunk, FinishReason, SamplingParams, StepBudget
 from engine.messages.from_engine import FromEngine, Rejected, Token
 from engine.messages.to_engine import Cancel, Generate, ToEngine
 from kvtransfer.local import LocalNetwork, LocalTransport
-from loans.account import KvAccount
-from loans.messages import Lender
+from loans.loan import KvAccount
+from loans.network import Lender
 from support.checked_core import NOTHING_LEFT, FromPeer, M, PeerLoans, ToPeer, held, of_kinds, spread
 from support.core_engine import WIDE
 from support.hand_network import HandNetwork
@@ -209,7 +208,7 @@ class Engine:
                 self._wait(other)
 
     def _wait(self, stream: Stream) -> None:
-        """Count a wait for the next token, bounded as `engine/core/preemption.py` states, with the scheduler's actual
+        """Count a wait for the next token, bounded as `engine/core/running_set.py` states, with the scheduler's actual
         bound."""
         older = [s for s in self.streams.values() if not s.over and s.arrival < stream.arrival]
         since = self.num_steps + self.core._kv_cache.in_step  # a step under way does not count

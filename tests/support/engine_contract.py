@@ -24,9 +24,9 @@ from engine.messages.to_engine import (
     TakeSnapshot,
 )
 from kvcache.block_keys import block_keys, root_key
-from kvcache.events import Removed, Stored
-from loans.account import KvAccount
+from kvcache.pool import Removed, Stored
 from loans.lender_manager import TOLD_TO_STOP
+from loans.loan import KvAccount
 from support.real_engines import Caller, RealEngine, cached_blocks, chosen, greedy, lent_by
 from support.vllm_engines import BLOCK, flip_a_byte, ids
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from cluster.network.mux import Channel
 from cluster.network.mux_stream import MuxServer, MuxStream
-from cluster.network.protocol import PROTOCOL
-from cluster.network.rpc import channel
+from cluster.network.rpc import PROTOCOL, channel
 from engine.model.model_dir import ModelDir
 from protos import decode_pb2, membership_pb2, membership_pb2_grpc
 

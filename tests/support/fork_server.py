@@ -34,7 +34,7 @@ WITH_ENGINES = {
     name: f"{name}.program" for name in ("decode_worker", "prefill_worker", "encode_worker", "preprocessor")
 }
 COMMANDS = WITH_ENGINES | {
-    "router": "router.program",
+    "router": "router.__main__",
     "tandem.cli": "tandem.cli.main",
     "tandem.doctor.peer": "tandem.doctor.peer",
 }
@@ -236,7 +236,7 @@ class Server:
 
     def _import_vllm(self, packages: str) -> None:
         """Import vLLM, then the roles, which may need packages of the tests' environment."""
-        from engine.backends.vllm.environment import set_environment
+        from engine.backends.vllm.arguments import set_environment
 
         set_environment()
         for module in OF_KINDS["vllm"]:

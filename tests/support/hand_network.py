@@ -8,8 +8,7 @@ from typing import cast
 
 from loans.borrower_manager import _Taker
 from loans.loan import TakenLoan
-from loans.messages import Lent, Peer, Release, Want
-from loans.network import GivesLoans, LoanGiven, LoanNetwork, LoanTaken, TakesLoan
+from loans.network import GivesLoans, Lent, LoanGiven, LoanNetwork, LoanTaken, Peer, Release, TakesLoan, Want
 
 ADDRESS = "by hand"
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.network.tls import MemberIdentity
-from loans.messages import Blocks, Lent, Peer, Started, Want
-from loans.network import LoanGiven, LoanTaken
+from loans.network import Blocks, Lent, LoanGiven, LoanTaken, Peer, Started, Want
 from loans.peers.socket_network import NetworkSettings, SocketNetwork
 
 MODEL = b"m" * 16

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import StartError
-from cluster.roles import Role
+from cluster.settings import Role
 from engine.config import WorkerConfig
 from engine.core_types import SamplingParams, TokenLogprobs
 from engine.messages.from_engine import (
@@ -25,13 +25,11 @@ from engine.messages.from_engine import (
     Token,
 )
 from engine.messages.to_engine import Audit, Generate, ToEngine
-from engine.process.front.child_engine import ChildEngine
-from engine.process.front.engine_client import EngineListener
+from engine.process.front.engine_client import ChildEngine, EngineListener
 from engine.process.spec import EngineSpec
 from kvcache.block_keys import block_keys, root_key
-from loans.account import KvAccount
-from loans.messages import Blocks, Lender, Lent, Peer, Started, Want
-from loans.network import LoanGiven, LoanTaken
+from loans.loan import KvAccount
+from loans.network import Blocks, Lender, Lent, LoanGiven, LoanTaken, Peer, Started, Want
 from loans.peers.socket_network import NetworkSettings, SocketNetwork
 from support.processes import PATIENCE_S, gone, ranks_of
 from worker.front.item_fetches import ItemFetches

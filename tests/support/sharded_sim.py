@@ -12,20 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.sim.runner import SimRunner
-from engine.block_parts.gathering import GatheredBlocks, GatheringRank
-from engine.block_parts.part_copies import PartCopies
-from engine.block_parts.shared_memory import MappedMemory, SharedMemory
+from engine.block_parts.messages import GatheredBlocks, GatheringRank
+from engine.block_parts.part_service import MappedMemory, PartCopies, SharedMemory
 from engine.core.loan_host import EngineLimits
 from engine.core_types import Chunk, SampleResult
 from engine.model_runner import ModelRunner
 from kvcache.layout import KvLayout
-from kvcache.store.object_format import ObjectFormat
+from kvcache.store.objects import ObjectFormat
 from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.local import LocalTransport
 from kvtransfer.ranks import BlockPart
 from kvtransfer.transport import Pool, Transport
 from loans.reads.block_reads import BlockRead, LocalRank, OnQuiet, RemoteRank
-from loans.reads.corruption import Corruption
+from loans.reads.verification import Corruption
 from support.checked_core import LandingCore
 from support.core_engine import WIDE
 from support.hand_network import HandNetwork

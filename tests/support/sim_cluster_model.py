@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.backends.sim.runner import sim_runner, weights_of
-from engine.backends.sim.states import states_of, token_of
+from engine.backends.sim.runner import sim_runner, states_of, token_of, weights_of
 from engine.model.model_dir import ModelDir
 from kvcache.layout import KvLayout
 

@@ -12,7 +12,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from router.models.grammars.forced_calls import Function, call_grammar
+from router.models.grammars.grammar_checker import Function, call_grammar
 from tandem.storyteller import STORYTELLER
 
 LIMIT = 64

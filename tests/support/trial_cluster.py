@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from engine.backends.sim.states import prompt_logprob
+from engine.backends.sim.runner import prompt_logprob
 from engine.core_types import StepBudget
 from kvtransfer.transport import Pool
 from support.hand_network import HandNetwork

@@ -6,9 +6,9 @@ from collections import deque
 from typing import Any
 
 from engine.messages.to_engine import Cancel
-from loans.messages import Want
+from loans.network import Want
 from loans.sources import LenderSource
-from loans.store.source import StoreSource
+from loans.store import StoreSource
 from support.hand_network import Closed, Ended, Stream
 from support.memory_objects import MemoryObjects, StepStore
 from support.trial_cells import borrower_state, lender_state

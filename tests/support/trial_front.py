@@ -9,7 +9,7 @@ from engine.messages.from_engine import PromptScored, Rejected, Token
 from engine.messages.to_engine import Generate
 from kvcache.block_keys import block_keys, root_key
 from kvcache.pins import Retention
-from loans.messages import Blocks, Lender, Release, Want
+from loans.network import Blocks, Lender, Release, Want
 from support.hand_network import Closed, Ended, HandNetwork, Stream, ToBorrower, ToLender
 from support.sim_model import LAYOUT, WIDTH
 from support.trial_cells import Cells

@@ -37,7 +37,7 @@ def run_trial(seed: int, open_cluster: Callable[[int], C], num_moves: int = 300)
         patch("kvtransfer.transport.READ_BYTES", read),
         patch("kvtransfer.transport.READ_BYTES_ON_GPU", read),
         patch("loans.borrower_manager.BLOCK_READ_BYTES", block_read),
-        patch("loans.store.loans.STORE_SILENCE_S", 25.0),
+        patch("loans.store.STORE_SILENCE_S", 25.0),
     ):
         cluster = open_cluster(seed)
         try:

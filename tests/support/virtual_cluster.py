@@ -5,8 +5,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from cluster.roles import Role
-from engine.backends.sim.timing import StepTiming
+from cluster.settings import Role
+from engine.backends.sim.settings import StepTiming
 from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
 from kvcache.layout import KvLayout

@@ -38,7 +38,7 @@ from engine.backends.vllm.connector import MemoryConnector
 from engine.backends.vllm.core import VllmCore
 from engine.backends.vllm.kv.groups import KvGroups
 from engine.backends.vllm.kv.memory import LayerPlace, VllmKvMemory, pool_allocation
-from engine.backends.vllm.sampling.sampling import FILLS, Sampling
+from engine.backends.vllm.sampling.native_sampling import FILLS, Sampling
 from engine.core.loan_host import EngineLimits, EngineParts
 from engine.core_types import SampleResult, StepBudget
 from engine.model_runner import ModelInfo

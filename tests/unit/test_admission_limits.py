@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from cluster.errors import Overloaded
 from router.admission.config import AdmissionConfig, TenantPolicy
-from router.admission.limits.quota import LocalLedger
-from router.admission.limits.rate_limiter import RateLimiter
-from router.admission.limits.token_bucket import TokenBucket
+from router.admission.limits.rate_limiter import RateLimiter, TokenBucket
+from router.admission.limits.tenant_limits import LocalLedger
 from router.admission.refusals import Refusal
 
 

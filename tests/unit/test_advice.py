@@ -21,11 +21,10 @@ from sizing.comparison.replay import Scenario, Setup, replay
 from sizing.comparison.report import advice, as_json, verdict
 from sizing.gpus import gpu_named
 from sizing.models.model_shape import open_shape
-from sizing.plan.check import requests_of
 from sizing.plan.load import OfferedLoad
+from sizing.plan.search import requests_of
 from support.virtual_cluster import random_requests
-from workloads.errors import BadSetup
-from workloads.request import TraceRequest
+from workloads.request import BadSetup, TraceRequest
 from workloads.results import Slo
 
 SETUP = Setup(open_shape(None), gpu_named("H100"), gpus=4)

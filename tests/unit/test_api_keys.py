@@ -12,8 +12,7 @@ from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated
 from cluster.network.error_status import from_rpc_error, to_status
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
-from router.frontend.http.caller import caller_of
-from router.frontend.http.errors import error_answer
+from router.frontend.http.errors import caller_of, error_answer
 from router.request_path.preprocess import isolated
 from router.security.api_keys import (
     ANYBODY,

@@ -14,7 +14,7 @@ from kvtransfer.ranks import BlockPart, join_endpoints
 from kvtransfer.transport import Pool
 from loans.reads import block_reads as block_read
 from loans.reads.block_reads import LocalRank
-from loans.reads.corruption import Corruption
+from loans.reads.verification import Corruption
 from support.slow_transport import SlowTransport
 
 BLOCK = 64

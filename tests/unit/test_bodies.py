@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from cluster.errors import InvalidRequest
 from router.frontend.anthropic.messages import read_messages, read_prompt
 from router.frontend.http.body.fields import BodyReader, IgnoredFields, typed
-from router.frontend.http.caller import Caller
+from router.frontend.http.errors import Caller
+from router.frontend.http_app import describe
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
 from router.frontend.openai.embeddings import read_classify, read_embeddings, read_rerank, read_score
 from router.frontend.openai.responses.responses import read_response
 from router.frontend.openai.tokens import read_text, read_tokens
-from router.frontend.openapi import describe
 
 READERS: dict[str, BodyReader[Any, Any]] = {
     "/v1/completions": read_completion,

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.sim.timing import StepTiming, StepWork
+from engine.backends.sim.settings import StepTiming, StepWork
 from sizing.calibrate import AssumedRates, calibrate
 from sizing.calibration import Calibration, Jittered
 from sizing.cluster.cluster import SimCluster
 from support.virtual_cluster import TIMING, cluster_spec
-from workloads.errors import BadSetup
 from workloads.profiles import poisson, profile_named, requests_of
-from workloads.request import Outcome, TraceRequest
+from workloads.request import BadSetup, Outcome, TraceRequest
 from workloads.traces.reading import served_of
 from workloads.traces.receipts import ServedRequest, write_served
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from router.models.grammars.forced_calls import CLOSE, OPEN
+from router.models.grammars.grammar_checker import CLOSE, OPEN
 from router.models.output.call_reading import CallArguments, CallBegun, ToolCall
 from router.models.output.output_format import NONE, OutputFormat, OutputParser
 from support.output_pieces import WEATHER, parse_with

@@ -9,8 +9,7 @@ import yaml
 
 from cluster.errors import StartError
 from support.sim_directories import write_sim_model
-from tandem.cluster_file import read_cluster, read_settings
-from tandem.media_roles import with_preprocessor
+from tandem.cluster_file import read_cluster, read_settings, with_preprocessor
 from tandem.ray.settings import RaySettings
 from tandem.topology import Topology
 

@@ -2,7 +2,7 @@
 
 from engine.messages.from_engine import Connected, Rejected
 from engine.messages.to_engine import ConnectPeers
-from loans.messages import Peer
+from loans.network import Peer
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import TWELVE, Engine, generate
 from support.core_pair import Pair

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from cluster.errors import StartError
-from cluster.network.urls import server_url
-from loans.messages import Peer
-from tandem_connector.references import read_reference, write_reference
+from cluster.network.kubernetes import server_url
+from loans.network import Peer
+from tandem_connector.servers import read_reference, write_reference
 from tandem_connector.settings import ConnectorSettings
 
 INCARNATION = bytes(range(16))

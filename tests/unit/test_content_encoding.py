@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import InvalidRequest
-from router.frontend.http.body.content_encoding import encoding_of, inflated, refuse_encoding
+from router.frontend.http.body.fields import encoding_of, inflated, refuse_encoding
 from router.frontend.http.errors import HttpRefusal, error_answer
 
 

@@ -6,8 +6,8 @@ from engine.core_types import FinishReason, SamplingParams, StepBudget
 from engine.messages.from_engine import Audited, CacheChanged, LoadReport, Rejected, Token
 from engine.messages.to_engine import Audit, Cancel, Generate, TakeSnapshot
 from kvcache.block_keys import block_keys, root_key
-from kvcache.events import Removed, Stored
-from loans.messages import PlacementMark
+from kvcache.pool import Removed, Stored
+from loans.network import PlacementMark
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import TEN, TWELVE, WIDE, Engine, account_of, generate, lend, tokens_of
 from support.sim_model import LAYOUT, undisturbed

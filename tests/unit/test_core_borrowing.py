@@ -11,10 +11,10 @@ from engine.core_types import StepBudget
 from engine.messages.from_engine import FromEngine, KvUse, LoadReport, Rejected, TierUse, Token
 from engine.messages.to_engine import Cancel
 from kvcache.kv_stats import KvStats
-from kvcache.store.object_format import ObjectFormat
+from kvcache.store.objects import ObjectFormat
 from kvtransfer.local import LocalNetwork, LocalTransport
-from loans.account import KvAccount
-from loans.messages import Blocks, Started
+from loans.loan import KvAccount
+from loans.network import Blocks, Started
 from support.checked_core import NOTHING_LEFT, Announcement, LandingCore, Starting, held, of_kinds, spread
 from support.core_engine import (
     TEN,

@@ -5,8 +5,8 @@ import pytest
 from engine.core_types import SamplingParams, StepBudget
 from engine.messages.from_engine import CacheChanged, Token
 from engine.messages.to_engine import Generate
-from kvcache.events import Removed, Stored
-from loans.account import KvAccount
+from kvcache.pool import Removed, Stored
+from loans.loan import KvAccount
 from support.checked_core import Announcement, PeerLoans, Starting, ToPeer
 from support.core_engine import generate, lend
 from support.hand_network import NOBODY

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from engine.config import WorkerConfig
-from engine.errors import EngineStartError
-from engine.host import cpu_affinity as cores
-from engine.host.cpu_affinity import AUTOGROUP, available_cores, cpu_quota, in_machine_order, stay_on
+from engine.core_types import EngineStartError
+from engine.host import cores as cores
+from engine.host.cores import AUTOGROUP, available_cores, cpu_quota, in_machine_order, stay_on
 
 REPORT = """
 import json, os, sys
-from engine.host.cpu_affinity import AUTOGROUP, stay_on, step_back
+from engine.host.cores import AUTOGROUP, stay_on, step_back
 step_back(int(sys.argv[1]))
 stay_on([int(sys.argv[2])])
 group = AUTOGROUP.read_text() if AUTOGROUP.exists() else ""

@@ -25,7 +25,7 @@ from protos import inference_pb2 as public_pb
 from router.decode_client.decode_stream import PAUSE_AT, DecodeStream
 from support.frame_pair import MemoryTransport, join
 from support.virtual_loop import run_virtually, settle
-from worker.requests.router_stream import serve_request
+from worker.requests.service import serve_request
 
 
 class ScriptedAttempt:

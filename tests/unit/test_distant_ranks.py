@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.block_parts.gathering import GatheredBlocks
-from engine.block_parts.messages import Joined
-from engine.block_parts.part_copies import PartCopies
-from engine.block_parts.part_service import EngineLink, serve_part
-from engine.block_parts.shared_memory import SharedMemory
+from engine.block_parts.messages import GatheredBlocks, Joined
+from engine.block_parts.part_service import EngineLink, PartCopies, SharedMemory, serve_part
 from engine.process.ranks.ranks import DistantLink
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, shares_of

@@ -15,16 +15,15 @@ import pytest
 
 from cluster.config import to_overrides
 from cluster.errors import InvalidRequest, StartError
-from cluster.roles import Role
+from cluster.settings import Role
 from engine.config import WorkerConfig
-from engine.core_types import Chunk, SampleResult
+from engine.core_types import Chunk, EngineStartError, SampleResult
 from engine.engine_kind import BUILT_IN, GROUP, ONE_RANK, FunctionKind, Installation, RunnerKind, find_kind
-from engine.errors import EngineStartError
-from engine.host.core_allocation import CoreAllocation
+from engine.host.cores import CoreAllocation
 from engine.model_runner import ModelInfo, ModelRunner
 from engine.process.spec import EngineSpec
 from kvcache.layout import KvLayout
-from kvtransfer import plugins
+from kvtransfer import registry
 from kvtransfer.transport import Pool
 from protos.decode_pb2 import DecodeRequest
 from protos.inference_pb2 import Sampling, StructuredOutput
@@ -103,7 +102,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def entry_points(group: str, name: str | None = None) -> list[EntryPoint]:
         return [point for point in points if point.group == group and name in (None, point.name)]
 
-    monkeypatch.setattr(plugins, "entry_points", entry_points)
+    monkeypatch.setattr(registry, "entry_points", entry_points)
     find_kind.cache_clear()
     yield
     find_kind.cache_clear()

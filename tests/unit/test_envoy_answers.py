@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
 from protos import membership_pb2
-from router.frontend.envoy.learning import SeenAnswer, finish_of
-from router.frontend.envoy.lender import with_lender
+from router.frontend.envoy.picker import SeenAnswer, finish_of, with_lender
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import ActivePlacement
-from router.placement.learning.receipt_timings import measured
+from router.placement.learning.rate_learning import measured
 from router.placement.place import Decision
 from router.placement.rates import Priors
 

@@ -11,13 +11,12 @@ from typer.testing import CliRunner
 
 from cluster.errors import StartError
 from sizing.fit.memory import Device
-from sizing.fit.values import gpu_of_product, pools_of, quantity
-from sizing.fit.verdict import verdicts
+from sizing.fit.verdict import gpu_of_product, pools_of, quantity, verdicts
 from sizing.models.known_models import known_shape
 from sizing.models.model_shape import DEFAULT_CONFIG
 from tandem.cli.common import console
 from tandem.cli.main import app
-from workloads.errors import BadSetup
+from workloads.request import BadSetup
 
 H100 = Device("H100", 80e9)
 VLLM = {"engine": "vllm", "vllm_options": {"max_model_len": 8192}}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.process.garbage_collection import ALLOCATED, spare_the_started
+from cluster.process.memory import ALLOCATED, spare_the_started
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_what_is_there_is_looked_at_no_more_and_what_comes_later_is() -> None:
 def test_all_of_it_is_freed_at_the_end() -> None:
     """Of a process: what has a finaliser in another language says otherwise that it leaks."""
     code = (
-        "import os; from cluster.process.garbage_collection import spare_the_started\n"
+        "import os; from cluster.process.memory import spare_the_started\n"
         "class Knot:\n"
         "    def __init__(self): self.itself = self\n"
         "    def __del__(self, write=os.write): write(1, b'freed')\n"

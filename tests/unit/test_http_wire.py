@@ -8,10 +8,9 @@ import pytest
 from cluster.errors import InvalidRequest
 from router.frontend.anthropic.messages import read_messages
 from router.frontend.http.blocks import compact, event
-from router.frontend.http.caller import Caller
-from router.frontend.http.errors import error_answer
+from router.frontend.http.errors import Caller, error_answer
 from router.frontend.http.exchange import HEARTBEAT, Exchange
-from router.frontend.http.server.connection import UnchunkedTransport
+from router.frontend.http.server import UnchunkedTransport
 from router.frontend.openai.choice import quoted
 from support.virtual_loop import VirtualLoop, run_virtually
 

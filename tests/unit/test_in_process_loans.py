@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from loans.in_process import GONE, InProcessNetwork
-from loans.messages import Blocks, Lent, Peer, Started, Want
-from loans.network import CUT_OFF, OTHER_VERSION, LoanGiven, LoanTaken
+from loans.network import CUT_OFF, OTHER_VERSION, Blocks, Lent, LoanGiven, LoanTaken, Peer, Started, Want
 
 WANT = Want("r", [b"k" * 16], 0, True, [1, 2, 3, 4], b"root")
 STARTED, BLOCKS = Started(1, 0, 0.0), Blocks(0, (3,), bytes(16))

@@ -12,7 +12,7 @@ from engine.model.model_dir import ModelDir
 from engine.sampling import grammar
 from engine.sampling.grammar import GrammarCompiler, Grammars, forms_of
 from engine.sampling.json_schemas import ANY_OBJECT, WHITESPACE
-from router.models.grammars.forced_calls import Function, call_grammar
+from router.models.grammars.grammar_checker import Function, call_grammar
 from tandem.storyteller import STORYTELLER
 
 MODEL = ModelDir.open(STORYTELLER)

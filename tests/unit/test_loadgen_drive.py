@@ -18,8 +18,7 @@ from tandem.loadgen import command
 from tandem.loadgen.command import LeftOut, OfferedLoad
 from tandem.loadgen.drive import LoadDriver, SentRequest
 from tandem.loadgen.frontends import Frontend, HttpFrontend, OnTokens, _error, _read_event
-from workloads.errors import BadSetup, BadTrace
-from workloads.request import EndState, TraceRequest
+from workloads.request import BadSetup, BadTrace, EndState, TraceRequest
 from workloads.traces.reading import Trace, Window
 
 

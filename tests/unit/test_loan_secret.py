@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from loans.peers.secret import NONCE_BYTES, SecretRefused, prove_as_caller, prove_as_listener
+from loans.peers.sockets import NONCE_BYTES, SecretRefused, prove_as_caller, prove_as_listener
 
 SECRET = b"a secret of some length"
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.network.mux import ProtocolError
-from kvcache.items import Item
-from loans.messages import Blocks, Peer, PlacementMark, Release, Started, Want
-from loans.peers import wire
+from kvcache.block_keys import Item
+from loans.network import Blocks, Peer, PlacementMark, Release, Started, Want
+from loans.peers import connection
 
 keys = st.lists(st.binary(min_size=16, max_size=16), max_size=5)
 uint32 = st.integers(0, 2**32 - 1)
@@ -36,26 +36,26 @@ started = st.builds(Started, uint32, uint32, st.floats(allow_nan=False), uint32)
 
 @given(wants)
 def test_a_want(want: Want) -> None:
-    found = wire.unpack_want(wire.pack_want(want))
+    found = connection.unpack_want(connection.pack_want(want))
     assert found._replace(keys=list(found.keys), token_ids=list(found.token_ids)) == want
 
 
 @given(started)
 def test_a_start(message: Started) -> None:
-    assert [wire.unpack_lent(part) for part in wire.pack_lent(message)] == [message]
+    assert [connection.unpack_lent(part) for part in connection.pack_lent(message)] == [message]
 
 
 @given(st.integers(0, 2**31), st.lists(uint32, min_size=1, max_size=9), st.integers(0, 3), st.booleans())
 def test_blocks(first: int, block_ids: list[int], heads: int, fetched: bool) -> None:
     message = Blocks(first, tuple(block_ids), bytes(range(8 * heads)) * len(block_ids), fetched)
-    assert [wire.unpack_lent(part) for part in wire.pack_lent(message)] == [message]
+    assert [connection.unpack_lent(part) for part in connection.pack_lent(message)] == [message]
 
 
 @pytest.mark.parametrize("limit", [1, 16, 17, 32, 100])
 def test_a_long_announcement_is_several_that_follow_each_other(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_FINGERPRINT_BYTES", limit)
+    monkeypatch.setattr(connection, "MAX_FINGERPRINT_BYTES", limit)
     message = Blocks(7, (5, 3, 9, 4, 8), bytes(range(80)), True)
-    parts = [part for part in map(wire.unpack_lent, wire.pack_lent(message)) if isinstance(part, Blocks)]
+    parts = [part for part in map(connection.unpack_lent, connection.pack_lent(message)) if isinstance(part, Blocks)]
     assert len(parts) == {1: 5, 16: 5, 17: 5, 32: 3, 100: 1}[limit]
     assert [part.first for part in parts] == [7 + sum(len(p.block_ids) for p in parts[:i]) for i in range(len(parts))]
     assert sum((part.block_ids for part in parts), ()) == message.block_ids
@@ -65,35 +65,43 @@ def test_a_long_announcement_is_several_that_follow_each_other(limit: int, monke
 
 @given(st.lists(st.tuples(uint32, uint32), max_size=4))
 def test_releases(ranges: list[tuple[int, int]]) -> None:
-    packed = [wire.pack_release(*each) for each in ranges]
-    assert list(wire.unpack_releases(packed)) == [Release(*each) for each in ranges]
+    packed = [connection.pack_release(*each) for each in ranges]
+    assert list(connection.unpack_releases(packed)) == [Release(*each) for each in ranges]
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_message_or_a_protocol_error(payload: bytes) -> None:
-    for unpack in (wire.unpack_want, wire.unpack_lent, lambda data: list(wire.unpack_releases([data]))):
+    for unpack in (
+        connection.unpack_want,
+        connection.unpack_lent,
+        lambda data: list(connection.unpack_releases([data])),
+    ):
         with contextlib.suppress(ProtocolError):
             unpack(payload)
 
 
 @given(wants, st.integers(0, 40), st.integers(0, 7))
 def test_a_want_with_a_wrong_bit_is_a_want_or_a_protocol_error(want: Want, place: int, bit: int) -> None:
-    payload = bytearray(wire.pack_want(want))
+    payload = bytearray(connection.pack_want(want))
     if payload:
         payload[place % len(payload)] ^= 1 << bit
     with contextlib.suppress(ProtocolError):
-        wire.unpack_want(bytes(payload))
+        connection.unpack_want(bytes(payload))
 
 
 @pytest.mark.parametrize(
     ("unpack", "payload", "reason"),
     [
-        (wire.unpack_want, b"\xff", "a want is not valid"),
-        (wire.unpack_want, wire.pb.Want(keys=bytes(17)).SerializeToString(), "17 bytes are not a whole number of keys"),
-        (wire.unpack_want, wire.pb.Want(token_ids=bytes(5)).SerializeToString(), "a want is not valid"),
-        (wire.unpack_lent, b"", "a lender's message is empty"),
-        (wire.unpack_lent, b"\xff", "a lender's message is not valid"),
-        (lambda data: list(wire.unpack_releases([data])), b"\xff", "a release is not valid"),
+        (connection.unpack_want, b"\xff", "a want is not valid"),
+        (
+            connection.unpack_want,
+            connection.pb.Want(keys=bytes(17)).SerializeToString(),
+            "17 bytes are not a whole number of keys",
+        ),
+        (connection.unpack_want, connection.pb.Want(token_ids=bytes(5)).SerializeToString(), "a want is not valid"),
+        (connection.unpack_lent, b"", "a lender's message is empty"),
+        (connection.unpack_lent, b"\xff", "a lender's message is not valid"),
+        (lambda data: list(connection.unpack_releases([data])), b"\xff", "a release is not valid"),
     ],
 )
 def test_what_is_wrong_is_named(unpack: object, payload: bytes, reason: str) -> None:
@@ -103,4 +111,4 @@ def test_what_is_wrong_is_named(unpack: object, payload: bytes, reason: str) -> 
 
 def test_the_address_of_a_peer() -> None:
     peer = Peer("w", "10.0.0.1:7", b"incarnation")
-    assert wire.peer_of(wire.holder_of(peer)) == peer
+    assert connection.peer_of(connection.holder_of(peer)) == peer

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from cluster.errors import StartError
 from engine.config import WorkerConfig
 from kvcache.block_keys import block_keys
-from kvcache.events import CacheEvent, MergedEvents, Removed, Stored
 from kvcache.kv_stats import DISK, HOST
 from kvcache.layout import KvLayout
+from kvcache.pool import CacheEvent, MergedEvents, Removed, Stored
 from kvcache.store import local
 from kvcache.store.folder import FolderObjects
 from kvcache.store.local import LayeredObjects, MemoryFolder, open_local_store
-from kvcache.store.object_format import ObjectFormat
-from kvcache.store.objects import LocalObjects, StoreError
+from kvcache.store.objects import LocalObjects, ObjectFormat, StoreError
 from support.memory_objects import StepStore
 from support.small_blocks import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from cluster.errors import StartError
-from cluster.logs import JsonLines, TextLines, level_of, of, request_id
+from cluster.logs import JsonLines, TextLines, level_of, of, request_id, trace_id, traceparent
 from cluster.settings import LogSettings
-from cluster.trace_context import trace_id, traceparent
 from router.config import RouterConfig
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -77,10 +77,10 @@ class Watched(Exception):
     pass
 
 def watch_loop():
-    assert "router.frontend.http_frontend" in sys.modules
+    assert "router.frontend.http_app" in sys.modules
     raise Watched
 
-assert "router.frontend.http_frontend" not in sys.modules
+assert "router.frontend.http_app" not in sys.modules
 runtime.watch_loop = watch_loop
 try:
     asyncio.run(runtime.start_router(RouterConfig.parse({{"model": {str(tmp_path)!r}, "http_port": 0, "port": 0}})))

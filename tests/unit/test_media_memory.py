@@ -6,11 +6,10 @@ import io
 import pytest
 
 from cluster.errors import Overloaded, UnknownBlob
-from preprocessor.blobs import BlobStore
+from preprocessor.blobs import BlobStore, Shares
 from preprocessor.children import read_answer
 from preprocessor.frames import Frame, NoFrame, encoded, read_frame, receive_frame
 from preprocessor.service import item_identifier
-from preprocessor.shares import Shares
 
 MIB = 1 << 20
 

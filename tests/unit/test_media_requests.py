@@ -12,7 +12,7 @@ from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_messages
 from router.frontend.http.body.fields import IgnoredFields
 from router.frontend.http.body.media import PIECE_CHARS, media_names
-from router.frontend.http.caller import Caller
+from router.frontend.http.errors import Caller
 from router.frontend.http.generation import Generation
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from cluster.errors import InvalidRequest
-from engine.media.processor import NUMBER
+from engine.media import NUMBER
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.models.prompts.chat_template import ChatTemplate, chars_of

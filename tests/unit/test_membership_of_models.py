@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from cluster.errors import Unavailable
-from cluster.network.protocol import PROTOCOL
+from cluster.network.rpc import PROTOCOL
 from engine.model.model_dir import ModelDir
 from protos import membership_pb2 as pb
 from router.admission.limits.tenant_limits import TenantLimits
@@ -25,7 +25,7 @@ from router.placement.fleet.worker_records import WorkerRecord
 from router.runtime import serve_models
 from support.sim_directories import write_sim_model
 from support.virtual_loop import settle
-from worker.model_files import file_parts
+from worker.runtime import file_parts
 
 
 class Aborted(Exception):

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.block_parts.shared_memory import SharedMemory
-from engine.errors import EngineStartError
+from engine.block_parts.part_service import SharedMemory
+from engine.core_types import EngineStartError
 from engine.host.memory import belongs_in_file, huge_memory, pool_memory
-from kvcache.rows import private_rows
+from kvcache.layout import private_rows
 from kvtransfer.contract.worlds import wait_until
 from kvtransfer.cross_memory import FilePool, ProcessAddress, attach
 from kvtransfer.errors import PeerGone, TransferError

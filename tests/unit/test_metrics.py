@@ -9,11 +9,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from cluster.errors import Overloaded
-from encode_worker.metrics import EncodeCollector
+from encode_worker.program import EncodeCollector
 from engine.messages.from_engine import KvUse, LoadReport, TierUse
 from planner.runtime import PlannerMetrics
 from preprocessor.blobs import BlobStore
-from preprocessor.metrics import PreprocessorCollector
+from preprocessor.runtime import PreprocessorCollector
 from protos import inference_pb2 as pb
 from router.observability.metrics import RequestMetrics, RouterMetrics
 from router.prepared_request import PreparedRequest
@@ -208,8 +208,8 @@ def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, request_
         "router/observability/metrics.py",
         "worker/metrics.py",
         "planner/runtime.py",
-        "preprocessor/metrics.py",
-        "encode_worker/metrics.py",
+        "preprocessor/runtime.py",
+        "encode_worker/program.py",
     )
     sources = [Path(__file__).parents[2] / name for name in names]
     families = {family.name for family in registry.collect()}

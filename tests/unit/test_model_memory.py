@@ -8,19 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.sim.timing import StepWork
+from engine.backends.sim.settings import StepWork
 from sizing.comparison.replay import Setup, spec_of
 from sizing.gpus import GPUS, Roofline
 from sizing.models.known_models import NAMES, known_shape, named_shape
 from sizing.models.model_layers import kinds_of
 from sizing.models.model_shape import DEFAULT_CONFIG, ModelShape, open_shape, shape_of
 from sizing.plan.arithmetic import sections
-from sizing.plan.check import check
-from sizing.plan.disaggregated import DisaggregatedPlan
+from sizing.plan.layouts import DisaggregatedPlan
 from sizing.plan.load import OfferedLoad
-from sizing.plan.search import GOAL, plan
+from sizing.plan.search import GOAL, check, plan
 from sizing.plan.streams import Streams
-from workloads.errors import BadSetup
+from workloads.request import BadSetup
 from workloads.results import Slo
 
 

@@ -16,7 +16,7 @@ from cluster.network.error_status import from_proto, to_proto
 from cluster.network.mux import FRAME, NOTE, OPEN, WINDOW, Channel, Mux
 from protos import decode_pb2, membership_pb2
 from protos import inference_pb2 as public_pb
-from worker.requests.router_stream import serve_request
+from worker.requests.service import serve_request
 
 _TYPE = descriptor_pb2.FieldDescriptorProto
 

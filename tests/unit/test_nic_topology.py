@@ -4,8 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.hardware.sysfs import pick_gpu, read_host
-from kvtransfer.hardware.topology import Choice, Distance, Gpu, Host, Nic, Place, choices, distance, net_devices
+from kvtransfer.hardware.topology import (
+    Choice,
+    Distance,
+    Gpu,
+    Host,
+    Nic,
+    Place,
+    choices,
+    distance,
+    net_devices,
+    pick_gpu,
+    read_host,
+)
 
 
 class FakeSys:

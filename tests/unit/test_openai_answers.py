@@ -21,9 +21,9 @@ from cluster.errors import (
     UnknownRequest,
 )
 from protos import inference_pb2 as pb
+from router.frontend.http.endpoint import merged
 from router.frontend.http.errors import client_field, error_answer
 from router.frontend.http.generation import PromptInfo
-from router.frontend.http.merging import merged
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer
 from router.frontend.openai.request import ApiRequest
 from router.models.output.output_format import OutputFormat, OutputParser

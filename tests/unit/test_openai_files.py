@@ -10,8 +10,7 @@ from cluster.errors import Draining, Forbidden, InvalidRequest, Overloaded
 from cluster.process.drain import Drain
 from protos import inference_pb2 as pb
 from router.batches.lines.line import LineRequest
-from router.frontend.http.caller import Caller
-from router.frontend.http.errors import openai_form
+from router.frontend.http.errors import Caller, openai_form
 from router.frontend.http.generation import Generation
 from router.frontend.openai_files.lines import line_handler
 from router.frontend.openai_files.reading import (

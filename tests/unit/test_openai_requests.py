@@ -10,7 +10,7 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_prompt
 from router.frontend.http.body.fields import MAX_IGNORED, REFUSED, IgnoredFields, parse_object
-from router.frontend.http.caller import Caller, caller_of
+from router.frontend.http.errors import Caller, caller_of
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
 from router.frontend.openai.request import ApiRequest

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import StartError
-from router.models.grammars.forced_calls import CLOSE, OPEN
+from router.models.grammars.grammar_checker import CLOSE, OPEN
 from router.models.output.call_reading import ToolCall
 from router.models.output.output_format import AUTO, NONE, OutputFormat, OutputParser, Piece, Reasoning
 from support.output_pieces import WEATHER, parse_with

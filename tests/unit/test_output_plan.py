@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.models.grammars.after_reasoning import ReasoningMarks, after_reasoning
-from router.models.grammars.forced_calls import CLOSE
+from router.models.grammars.grammar_checker import CLOSE, ReasoningMarks, after_reasoning
 from router.models.output.output_format import NONE, OutputFormat
 from router.models.output.output_plan import OutputPlan, PromptEnd, plan_output
 from router.request_path.parsed_stream import OutputParts

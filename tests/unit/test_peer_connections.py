@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from loans.messages import Blocks, Lent, Peer, Started, Want
-from loans.network import CUT_OFF, LoanGiven, LoanTaken
+from loans.network import CUT_OFF, Blocks, Lent, LoanGiven, LoanTaken, Peer, Started, Want
 from loans.peers.socket_network import NetworkSettings, SocketNetwork
 
 WANT = Want("r", [b"k" * 16], 0, True, [1, 2, 3, 4], b"root")

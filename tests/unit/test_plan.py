@@ -16,18 +16,15 @@ from cluster.errors import StartError
 from sizing.comparison.replay import Setup, bill, roofline_of
 from sizing.gpus import GPUS, gpu_named
 from sizing.models.model_shape import DEFAULT_CONFIG, open_shape, shape_of
-from sizing.plan.aggregated import AggregatedPlan
 from sizing.plan.arithmetic import sections
-from sizing.plan.check import check, requests_of
-from sizing.plan.disaggregated import DisaggregatedPlan
+from sizing.plan.layouts import AggregatedPlan, DisaggregatedPlan
 from sizing.plan.load import Lengths, OfferedLoad
-from sizing.plan.prompts import PromptSteps, line_of
-from sizing.plan.queueing import waiting
-from sizing.plan.search import GOAL, Option, apart_of, plan, smallest
+from sizing.plan.prompts import PromptSteps, line_of, waiting
+from sizing.plan.search import GOAL, Option, apart_of, check, plan, requests_of, smallest
 from sizing.plan.streams import crossing, poisson_share, share_within
 from tandem.cli.common import console
 from tandem.cli.main import app
-from workloads.errors import BadSetup
+from workloads.request import BadSetup
 from workloads.results import Slo
 
 LLAMA = open_shape(None)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cluster.metrics import LATENCY_S
 from planner.observation import Counters, Observation, PoolObservation, Tallies, counters_of, missed, observe
 from protos import inference_pb2 as pb
-from router.placement.fleet.traffic_counters import Latencies, TrafficCounters
+from router.placement.fleet.finished_streams import Latencies, TrafficCounters
 
 
 def finish(prompt: int, lent_blocks: int, own_tokens: int, output: int, decode_ms: float) -> pb.Finish:

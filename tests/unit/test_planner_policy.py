@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import StartError
-from cluster.roles import ROLES
+from cluster.settings import ROLES
 from planner.config import PolicyConfig
-from planner.estimates import ArrivalForecast, Ratio
+from planner.estimates import ArrivalForecast, PoolLoad, Ratio
 from planner.observation import Counters, Observation, PoolObservation
 from planner.policy import PolicyState, decide
-from planner.sizing import PoolLoad
 from support.planned_load import Fluid
 
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvcache.block_keys import BlockKey, block_keys
 from kvcache.block_pool import BlockPool
-from kvcache.events import Removed, Stored
+from kvcache.pool import Removed, Stored
 
 ROOT = b"root"
 

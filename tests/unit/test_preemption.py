@@ -2,12 +2,12 @@
 
 import pytest
 
-from engine.core.preemption import admits, next_victim, oldest_of, restart_order
+from engine.core.running_set import admits, next_victim, oldest_of, restart_order
 from engine.core_types import EngineSequence as Tokens
 from engine.core_types import SamplingParams, StepBudget
 from engine.messages.from_engine import LoadReport, Rejected
 from engine.messages.to_engine import Cancel
-from loans.messages import Lender
+from loans.network import Lender
 from support.checked_core import Announcement, PeerCloses, Refusal, Starting
 from support.core_engine import lend
 from support.crowded_engine import Engine, tokens

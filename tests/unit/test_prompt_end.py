@@ -11,9 +11,9 @@ from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_prompt
-from router.frontend.http.caller import Caller
+from router.frontend.http.errors import Caller
 from router.frontend.openai.chat import read_chat
-from router.models.grammars.after_reasoning import ReasoningMarks
+from router.models.grammars.grammar_checker import ReasoningMarks
 from router.models.output.output_format import OutputFormat
 from router.models.output.output_plan import OutputPlan, PromptEnd, plan_output
 from router.models.prompts.chat_template import ChatTemplate, check_chat_fields

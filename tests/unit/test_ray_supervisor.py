@@ -13,10 +13,10 @@ from rich.console import Console
 from cluster.errors import StartError, TandemError
 from cluster.network.tls import TlsIdentity
 from cluster.process.life import Addresses
-from planner.executors.executor import ExecutorFailed
+from planner.executors import ExecutorFailed
 from protos import inference_pb2 as pb
 from support.virtual_loop import run_virtually
-from tandem.media_roles import plan_media
+from tandem.cluster_file import plan_media
 from tandem.progress import ProgressSteps
 from tandem.ray.control import Order
 from tandem.ray.placement_group import AT_ONCE_S, WorkerGroup

@@ -10,8 +10,7 @@ from protos import inference_pb2 as pb
 from router.frontend.anthropic.answer import MessagesAnswer
 from router.frontend.anthropic.messages import read_messages
 from router.frontend.http.body.fields import IgnoredFields
-from router.frontend.http.caller import Caller
-from router.frontend.http.errors import HttpRefusal
+from router.frontend.http.errors import Caller, HttpRefusal
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
 from router.frontend.openai.chat import read_chat

@@ -7,7 +7,7 @@ import pytest
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_messages
-from router.frontend.http.caller import Caller
+from router.frontend.http.errors import Caller
 from router.validation import check_retention
 
 

@@ -22,7 +22,7 @@ from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
 from support.served_models import arrival_of, hello_of, served
 from support.sim_directories import write_sim_model, write_tokenizer
-from worker.model_files import file_parts
+from worker.runtime import file_parts
 
 OLD, NEW = b"o" * 16, b"n" * 16
 ANYBODY = Principal("", None)
@@ -326,7 +326,7 @@ def test_a_revision_is_weights_config_and_tokenizer(tmp_path: Path) -> None:
 
 
 async def test_files_come_in_parts_and_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.model_files.PART_BYTES", 1000)
+    monkeypatch.setattr("worker.runtime.PART_BYTES", 1000)
     path = write_sim_model(tmp_path / "m", 600)
     write_tokenizer(path, 600)
     (path / "model.safetensors").write_bytes(b"w" * 5000)

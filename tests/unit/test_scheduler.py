@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.scheduler import max_wait_steps, schedule
+from engine.core.engine_core import max_wait_steps, schedule
 from engine.core_types import Chunk, EngineSequence, SamplingParams, StepBudget
 
 SAMPLING = SamplingParams(max_tokens=4)

@@ -14,8 +14,7 @@ from cluster.errors import UnknownRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.answer import ERRORS, MessagesAnswer
 from router.frontend.anthropic.messages import read_messages
-from router.frontend.http.caller import Caller
-from router.frontend.http.errors import error_answer
+from router.frontend.http.errors import Caller, error_answer
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.answers import ChatAnswer
 from router.frontend.openai.chat import read_chat

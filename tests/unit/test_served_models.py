@@ -14,8 +14,7 @@ from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.request import RequestInfo
 from router.config import RouterConfig
-from router.models.config import ModelEntry
-from router.models.costs import Costs
+from router.models.config import Costs, ModelEntry
 from router.models.model_files import read_models
 from router.placement.demand import Demand
 from router.request_path.preprocess import Preprocessor

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.limits.shares import Shares
+from router.admission.limits.tenant_limits import Shares
 from router.admission.refusals import Reason, Refusal
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.backends.sim.media_processor import SimMediaProcessor
-from engine.media.processor import MediaInput, MediaKind, MediaLimits, MediaRefused
+from engine.media import MediaInput, MediaKind, MediaLimits, MediaRefused
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from support.sim_directories import write_sim_model, write_tokenizer

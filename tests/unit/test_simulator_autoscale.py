@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.roles import ROLES, Role
+from cluster.settings import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
 from sizing.cluster.autoscale import Autoscale
 from sizing.cluster.cluster import START_S, SimCluster, audit
@@ -18,10 +18,9 @@ from sizing.comparison.replay import Scenario, Setup, replay
 from sizing.gpus import gpu_named
 from sizing.models.model_shape import open_shape
 from support.virtual_cluster import cluster_spec, random_requests, worker_spec
-from workloads.errors import BadSetup
-from workloads.request import EndState, Outcome, TraceRequest
+from workloads.request import BadSetup, EndState, Outcome, TraceRequest
 from workloads.results import Slo
-from workloads.traces.swing import RateSwing
+from workloads.traces.reading import RateSwing
 
 
 class Moved:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workloads.latency_histogram import LatencyHistogram
+from workloads.results import LatencyHistogram
 
 
 @given(values=st.lists(st.floats(1e-6, 100.0), min_size=1, max_size=200), share=st.floats(0.01, 1.0))

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.backends.sim.timing import StepWork
+from engine.backends.sim.settings import StepWork
 from sizing.comparison.replay import Scenario, Setup, replay, spec_of
 from sizing.gpus import GPUS, Roofline, gpu_named
 from sizing.models.model_shape import DEFAULT_CONFIG, open_shape, shape_of
-from workloads.errors import BadSetup
+from workloads.request import BadSetup
 
 LLAMA = open_shape(None)
 SETUP = Setup(LLAMA, gpu_named("h100"), gpus=4)

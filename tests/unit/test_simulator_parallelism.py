@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.sim.timing import StepWork
+from engine.backends.sim.settings import StepWork
 from sizing.cluster.cluster import Failure
 from sizing.comparison.planned import autoscaled
 from sizing.comparison.replay import Setup, cluster_spec, scenarios
@@ -15,7 +15,7 @@ from sizing.models.known_models import known_shape
 from sizing.models.model_shape import ModelShape
 from sizing.plan.load import OfferedLoad
 from sizing.plan.search import plan
-from workloads.errors import BadSetup
+from workloads.request import BadSetup
 
 H100, H200 = GPUS["H100"], GPUS["H200"]
 

@@ -13,22 +13,20 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.errors import StartError
-from engine.backends.sim.timing import StepTiming
-from router.placement.snapshots.decision_codec import decided_again, read_recorded
-from sizing.calibration import Calibration
+from engine.backends.sim.settings import StepTiming
+from router.placement.snapshots import decided_again, read_recorded
+from sizing.calibration import Calibration, LoggedFleet
 from sizing.cluster.cluster import SimCluster
 from sizing.comparison.planned import autoscaled
 from sizing.comparison.replay import Scenario, Setup, learnt_by, replay, scenarios
 from sizing.comparison.report import advice, as_json, tables_of
-from sizing.decision_log import LoggedFleet
 from sizing.gpus import gpu_named
 from sizing.models.model_shape import DEFAULT_CONFIG, open_shape
 from support.virtual_cluster import cluster_spec, random_requests
 from tandem.cli.main import app
 from tandem.cli.sizing.replay import seeds_that_differ
 from tandem.progress import ShareProgress
-from workloads.errors import BadSetup
-from workloads.request import Outcome, TraceRequest
+from workloads.request import BadSetup, Outcome, TraceRequest
 from workloads.results import Slo
 
 LLAMA = open_shape(None)

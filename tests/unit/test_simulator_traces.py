@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
-from workloads.errors import BadSetup, BadTrace
-from workloads.request import TraceRequest
+from workloads.request import BadSetup, BadTrace, TraceRequest
 from workloads.traces.columns import parse_columns
 from workloads.traces.reading import Trace, Window, served_of
 from workloads.traces.receipts import ServedRequest, write_served

@@ -13,7 +13,7 @@ now = [0.0]
 def pass_s(seconds):
     now[0] += seconds
 time.monotonic, time.sleep = lambda: now[0], pass_s
-from engine.process.compute_thread import ComputeThread
+from engine.process.engine_process import ComputeThread
 over = threading.Event()
 ComputeThread(lambda: None, over.set).submit("step", lambda: pass_s(2.0))
 over.wait()

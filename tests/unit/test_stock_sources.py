@@ -15,13 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.errors import StartError
 from cluster.network.kubernetes import ApiServer, ApiServerSettings
-from router.models.fleet_config import FleetConfig, ServerEntry
+from router.models.config import FleetConfig, ServerEntry
+from router.stock.sources.kubernetes import EndpointSlice, Expired, Lines, Mirror, Pod, addresses_of, endpoints_of
 from router.stock.sources.listings import listings, merged
-from router.stock.sources.mirror import Expired, Lines, Mirror
-from router.stock.sources.names import look_up
-from router.stock.sources.resources import EndpointSlice, Pod, addresses_of, endpoints_of
-from router.stock.sources.server_files import ServerFile, servers_in
-from router.stock.sources.servers import Server, SourceFailed, Trouble, servers_at
+from router.stock.sources.servers import Server, ServerFile, SourceFailed, Trouble, look_up, servers_at, servers_in
 from support.watch_api import Resource, endpoint_slice, pod
 
 ENTRY = ServerEntry(file=Path("servers"), role="decode")

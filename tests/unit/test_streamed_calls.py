@@ -14,13 +14,13 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.answer import MessagesAnswer
 from router.frontend.anthropic.messages import read_messages
-from router.frontend.http.caller import Caller
+from router.frontend.http.errors import Caller
 from router.frontend.http.generation import Answer, PromptInfo
 from router.frontend.openai.answers import ChatAnswer
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.responses.responses import read_response
 from router.frontend.openai.responses.responses_answer import ResponsesAnswer
-from router.models.grammars.after_reasoning import ReasoningMarks
+from router.models.grammars.grammar_checker import ReasoningMarks
 from router.models.output.output_format import OutputFormat
 from router.models.output.output_plan import OutputPlan, PromptEnd, plan_output
 from router.models.output.token_texts import TokenForm

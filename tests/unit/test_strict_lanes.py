@@ -5,7 +5,7 @@ import os
 import pytest
 
 from kvtransfer.errors import TransferError, TransportRefused
-from kvtransfer.ucx.strict_lanes import StrictLanes
+from kvtransfer.ucx.lanes import StrictLanes
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from engine.backends.sim.media_processor import SimMediaProcessor
-from engine.media.processor import MAX_THUMBNAIL_BYTES, MAX_THUMBNAILS, MediaInput, MediaProcessor, Processed
+from engine.media import MAX_THUMBNAIL_BYTES, MAX_THUMBNAILS, MediaInput, MediaProcessor, Processed
 from engine.model.model_dir import ModelDir
 from preprocessor.child import answer
 from preprocessor.children import read_answer

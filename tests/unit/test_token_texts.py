@@ -19,17 +19,16 @@ from cluster.errors import InvalidRequest
 from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages.from_engine import Token
 from engine.model.model_dir import ModelDir
-from loans.account import KvAccount
+from loans.loan import KvAccount
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
 from router.frontend.http.body.fields import IgnoredFields
-from router.frontend.http.caller import Caller
+from router.frontend.http.errors import Caller
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer
 from router.frontend.openai.request import ApiRequest
-from router.frontend.openai.responses.output_logprobs import OutputLogprobs
 from router.frontend.openai.responses.responses import LOGPROBS, read_response
-from router.frontend.openai.responses.responses_answer import ResponsesAnswer
+from router.frontend.openai.responses.responses_answer import OutputLogprobs, ResponsesAnswer
 from router.models.output.output_format import OutputFormat
 from router.models.output.token_texts import TokenForm, TokensInText, pieces_by_offsets
 from router.models.prompts.prompts import PromptEncoder

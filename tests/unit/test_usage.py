@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import StartError
-from router.usage.ledger import FileLedger
-from router.usage.totals import UsageEntry, UsageTotal, UsageTotals, first_day
+from router.usage import FileLedger, UsageEntry, UsageTotal, UsageTotals, first_day
 
 NOON = 1_795_600_800.0  # 2026-11-25, 10:00 UTC
 ENTRY = UsageEntry("r", NOON, "alice", "m", 100, 60, 20, 5, True)

@@ -11,7 +11,7 @@ from protos import membership_pb2 as pb
 from router.admission.request import QueuedRequest, RequestInfo
 from router.admission.workers.capacity import Capacity, could_hold
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.warm_choice import by_cost
+from router.placement.fleet.introductions import by_cost
 from router.placement.place import place
 from router.placement.rates import Priors
 from router.placement.request_demand import demand_of

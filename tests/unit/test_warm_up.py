@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
-from engine.core_types import Chunk, SampleResult
-from engine.errors import EngineStartError
+from engine.core_types import Chunk, EngineStartError, SampleResult
 from engine.messages.from_engine import CacheChanged, FromEngine
 from engine.messages.to_engine import InspectCache, TakeSnapshot
-from engine.process.engine_loop import Steps
-from engine.process.warm_up import WarmUp
+from engine.process.engine_loop import Steps, WarmUp
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT, CheckedCore, ToPeer, held
 from support.core_engine import WIDE, generate, lend

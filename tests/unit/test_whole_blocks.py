@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engine.block_parts.gathering import GATHER_BYTES, GatheredBlocks, GatheringRank
-from engine.block_parts.part_copies import PartCopies
-from engine.block_parts.shared_memory import MappedMemory, SharedMemory
+from engine.block_parts.messages import GATHER_BYTES, GatheredBlocks, GatheringRank
+from engine.block_parts.part_service import MappedMemory, PartCopies, SharedMemory
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, part_spans
 from kvtransfer.transport import Pool

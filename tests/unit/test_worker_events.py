@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages.from_engine import CacheChanged, LoadReport
-from kvcache.events import CacheEvent, Removed, Stored
+from kvcache.pool import CacheEvent, Removed, Stored
 from protos import membership_pb2 as pb
 from router.placement.fleet.fleet import Fleet
 from router.placement.rates import Priors

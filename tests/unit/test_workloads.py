@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.loadgen.prompts import LEAST_TOKEN, PromptWords, sample, token_ids
-from workloads.errors import BadSetup
+from tandem.loadgen.frontends import LEAST_TOKEN, PromptWords, sample, token_ids
 from workloads.profiles import HASH_TOKENS, PROFILES, evenly, poisson, profile_named, requests_of
-from workloads.request import TraceRequest
+from workloads.request import BadSetup, TraceRequest
 
 
 @given(

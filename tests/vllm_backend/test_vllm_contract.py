@@ -7,7 +7,7 @@ import pytest
 
 from cluster.errors import StartError
 from engine.backends.vllm import contract
-from engine.backends.vllm.names import UsedNames
+from engine.backends.vllm.contract import UsedNames
 from engine.config import WorkerConfig
 from support.real_engines import engines, greedy
 from support.vllm_engines import PYTHON, ROOT, ids, need_vllm, vllm_engine

@@ -12,8 +12,8 @@ import pytest_asyncio
 from engine.messages.from_engine import CacheChanged, CacheInspected
 from engine.messages.to_engine import CacheDrop, InspectCache, TakeSnapshot
 from kvcache.block_keys import block_keys, resume_name, root_key
-from kvcache.block_range import name_of
-from kvcache.events import Removed, Stored
+from kvcache.chain import name_of
+from kvcache.pool import Removed, Stored
 from support.engine_contract import VOCAB, EngineContract, Pair, account_of, named, prompt_of
 from support.long_runs import mostly_long
 from support.processes import LENDER_ALWAYS, running

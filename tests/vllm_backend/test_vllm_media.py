@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from cluster.errors import InvalidRequest, StartError
-from engine.media.processor import MAX_THUMBNAIL_BYTES, MAX_THUMBNAILS
+from engine.media import MAX_THUMBNAIL_BYTES, MAX_THUMBNAILS
 from preprocessor.service import item_identifier
 from support.hostile_files import hostile_files
 from support.long_runs import mostly_long

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.model.model_dir import ModelDir
-from router.frontend.http.caller import Caller
+from router.frontend.http.errors import Caller
 from router.frontend.openai.chat import read_chat
 from router.models.prompts.prompts import PromptEncoder
 from support.long_runs import mostly_long

@@ -15,11 +15,11 @@ from cluster.errors import InvalidRequest, ServiceError
 from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import Channels
 from cluster.network.tls import TlsIdentity
-from engine.media.encoder import Embeddings
+from engine.media import Embeddings
 from engine.messages.from_engine import ItemsWanted
 from engine.messages.to_engine import ItemsFetched, ToEngine
+from kvcache.block_keys import Item
 from kvcache.item_messages import item_messages
-from kvcache.items import Item
 from protos import encode_pb2, encode_pb2_grpc
 from protos import preprocess_pb2 as pb
 from protos import preprocess_pb2_grpc as pb_grpc

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from cluster.errors import Draining, Unavailable
-from cluster.roles import ON_WIRE, Role
+from cluster.settings import ON_WIRE, Role
 from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
 from engine.messages.to_engine import SetBudget

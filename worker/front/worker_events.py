@@ -6,7 +6,7 @@ Pure.
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.messages.from_engine import CacheChanged, LoadReport
-from kvcache.events import CacheEvent, Stored
+from kvcache.pool import CacheEvent, Stored
 from protos import membership_pb2 as pb
 
 PART_BYTES = 4 << 20

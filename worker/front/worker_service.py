@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequest, ServiceError
 from cluster.network.error_status import to_status
-from cluster.roles import ON_WIRE
+from cluster.settings import ON_WIRE
 from engine.messages.from_engine import Ready
 from engine.messages.to_engine import CacheDrop
 from engine.model.detokenizer import check_token_ids

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from workloads.errors import BadSetup, shown
+from workloads.request import BadSetup, shown
 from workloads.traces.row import MAX_TOKENS, BadRow, Row
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}

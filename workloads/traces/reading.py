@@ -1,6 +1,10 @@
-"""Reader of traces: yields requests, scaled and spread as requested."""
+"""Reader of traces: yields requests, scaled and spread as requested.
+
+Trace whose rate varies as over a day: the same requests in the same order, at other times.
+"""
 
 import csv
+import dataclasses
 import itertools
 import json
 import math
@@ -11,8 +15,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from workloads.errors import BadSetup, BadTrace, shown
-from workloads.request import TraceRequest
+from workloads.request import BadSetup, BadTrace, TraceRequest, shown
 from workloads.traces import mooncake, receipts
 from workloads.traces.columns import KNOWN, OTLP, Columns, spans_of
 from workloads.traces.receipts import ServedRequest
@@ -315,3 +318,43 @@ def parse_object(line: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise BadRow("is not a JSON object")
     return values
+
+
+class RateSwing:
+    """Trace whose request due at u is moved to t.
+
+        u = t - c P / 2π sin(2π t / P),    c = (factor - 1) / (factor + 1).
+
+    A trace of an even rate r gets the rate r (1 - c cos(2π t / P)): it begins at its lowest rate, r (1 - c), reaches
+    its highest, `factor` times as much, half a period later, and averages r over every whole period. Bursts of the
+    trace stay.
+    """
+
+    def __init__(self, trace: Iterable[TraceRequest], factor: float, period_s: float) -> None:
+        """Wrap `trace`.
+
+        Raises BadSetup.
+        """
+        if not 1 <= factor < math.inf:
+            raise BadSetup("swing", f"{factor} is not at least 1")
+        if not 0 < period_s < math.inf:
+            raise BadSetup("period", f"{period_s} s is not above 0")
+        self._trace = trace
+        self._part = (factor - 1) / (factor + 1)
+        self._period_s = period_s
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        for request in self._trace:
+            yield dataclasses.replace(request, arrival_s=self.at(request.arrival_s))
+
+    def at(self, even_s: float) -> float:
+        """Return the time t of a request due at `even_s`; t is within c P / 2π of it."""
+        reach = self._part * self._period_s / (2 * math.pi)
+        low, high = max(0.0, even_s - reach), even_s + reach
+        for _ in range(60):
+            middle = (low + high) / 2
+            if middle - reach * math.sin(2 * math.pi * middle / self._period_s) < even_s:
+                low = middle
+            else:
+                high = middle
+        return high

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from workloads.errors import shown
-from workloads.request import MAX_HASH_ID
+from workloads.request import MAX_HASH_ID, shown
 
 MAX_TOKENS = 1 << 24
 """Largest length of a prompt or an output."""

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Sequence
 from hashlib import sha256
 
-from engine.media.processor import (
+from engine.media import (
     MAX_THUMBNAILS,
     THUMBNAIL_PIXELS,
     MediaInput,

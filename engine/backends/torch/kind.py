@@ -6,13 +6,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from cluster.install import needing
-from cluster.roles import Role
+from cluster.settings import Role
 from engine.backends.torch.settings import TorchSettings
+from engine.core_types import EngineStartError
 from engine.engine_kind import ONE_RANK, Installation, RunnerKind
-from engine.errors import EngineStartError
-from engine.host.core_allocation import CoreAllocation
-from engine.host.core_sharing import CoreShare
-from engine.host.cpu_affinity import num_available
+from engine.host.cores import CoreAllocation, CoreShare, num_available
 from engine.host.memory import belongs_in_file
 from engine.settings import max_step_tokens
 
@@ -59,7 +57,7 @@ class TorchKind(RunnerKind[TorchSettings]):
         Raises EngineStartError.
         """
         with needing("engine", EngineStartError):
-            from engine.backends.torch.kv.room import KvRoom
+            from engine.backends.torch.kv import KvRoom
             from engine.backends.torch.runner import TorchRunner, set_threads
 
         share = CoreShare(config.cores or (), config.shared_cores)

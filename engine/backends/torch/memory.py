@@ -1,4 +1,12 @@
-"""Memory of large tensors."""
+"""Memory of large tensors.
+
+Small transfers to and from the device that computes: vLLM's engine samples on a GPU, too.
+
+On a GPU a copy from or to ordinary memory waits for everything that was started before it, and the GPU then waits for
+Python. So a step's inputs cross through pinned memory without waiting, and one copy brings back the sampled tokens.
+
+Test patterns in a GPU's memory, moved by `tandem doctor` where there is a GPU.
+"""
 
 import ctypes
 import logging
@@ -6,21 +14,26 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.host.memory import huge_memory
+from kvtransfer.transport import DevicePool
+
+log = logging.getLogger(__name__)
+
 
 _CHUNK = 64 << 20
 _POPULATED_AT_ONCE = 4 << 20
 _POPULATING = 0.1
 """Share of a core that `populate` uses while requests are served."""
 _MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23
-
-log = logging.getLogger(__name__)
 
 
 def huge_tensor(num_bytes: int) -> Tensor:
@@ -99,3 +112,42 @@ def _mapped_from_weights(first: int, end: int) -> bool:
         if path.endswith(".safetensors") and int(low, 16) <= first and end <= int(high, 16):
             return True
     return False
+
+
+def staged(values: Sequence[int] | Sequence[float] | NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the values as a tensor [len(values)] on the device; a copy to a GPU does not wait for the GPU."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+
+
+def read_back(tokens: Tensor) -> list[int]:
+    """Return the values of an integer tensor.
+
+    On a GPU this waits for everything that was started before.
+    """
+    if not tokens.is_cuda:
+        return [int(token) for token in tokens.tolist()]
+    pinned = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    pinned.copy_(tokens, non_blocking=True)
+    torch.cuda.current_stream(tokens.device).synchronize()
+    return [int(token) for token in pinned.tolist()]
+
+
+def put_on_gpu(contents: NDArray[np.uint8]) -> DevicePool:
+    """Return a pool of one block, [1, len(contents)], on the first GPU that the process sees."""
+    tensor = torch.from_numpy(contents).cuda()
+    torch.cuda.synchronize()
+    return DevicePool(tensor.data_ptr(), 1, len(contents), tensor.get_device(), owner=tensor)
+
+
+def fetch_from_gpu(pool: DevicePool) -> NDArray[np.uint8]:
+    """Return the bytes of a pool that `put_on_gpu` made."""
+    fetched: NDArray[np.uint8] = pool.owner.cpu().numpy()
+    return fetched
+
+
+def clear_on_gpu(pool: DevicePool, start: int) -> None:
+    """Zero the pool from byte `start` to the end."""
+    pool.owner[start:].zero_()
+    torch.cuda.synchronize()

@@ -1,22 +1,148 @@
-"""Torch model runner: a transformers model over a paged KV pool, on the CPU."""
+"""Torch model runner: a transformers model over a paged KV pool, on the CPU.
 
-from collections.abc import Sequence
+Model joined to its paged KV memory: chunks in, logits out.
+
+Attention backends: joins a model to its KV memory with the fastest kernels available.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor, nn
 
-from engine.backends.torch.backends import Backend
-from engine.backends.torch.kv.room import DEFAULT_ROOM, KvRoom, automatic_kv_bytes
-from engine.backends.torch.loading.loader import kv_layout, load_model
-from engine.backends.torch.paged_model import PagedModel
-from engine.backends.torch.sampling.sampler import sample
-from engine.backends.torch.sampling.scoring import PromptScorer, wants_scores
-from engine.core_types import Chunk, SampleResult
-from engine.errors import EngineStartError
+from engine.backends.torch.attention import PagedAttention, SdpaPagedAttention, use_attention
+from engine.backends.torch.kv import DEFAULT_ROOM, KvRoom, automatic_kv_bytes
+from engine.backends.torch.loader import kv_layout, load_model
+from engine.backends.torch.memory import populate
+from engine.backends.torch.native.decoder_layer import NativePagedAttention, use_native_layers
+from engine.backends.torch.native.kernels import TYPES, Kernels, attention_part
+from engine.backends.torch.native.modules import LastRows, use_kernels
+from engine.backends.torch.sampling.sampler import LIKELIEST, sample
+from engine.backends.torch.sampling.scoring import PromptScorer, scored_rows, wants_scores
+from engine.core_types import Chunk, EngineStartError, KernelsUnavailable, SampleResult
+from engine.host.memory import pool_memory
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo, ModelRunner
 from engine.sampling.grammar import Grammars
+from kvcache.layout import KvLayout
+
+log = logging.getLogger(__name__)
+
+
+Backend = Literal["auto", "native", "sdpa"]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundModel:
+    """Model joined to its KV memory, ready for a runner.
+
+    Its modules may have been replaced.
+    """
+
+    backend: Backend
+    """Attention backend in use, never auto."""
+    attention: PagedAttention
+    argmax: Callable[[Tensor], Tensor] = LIKELIEST
+    last_rows: LastRows | None = None
+    bind_threads: Callable[[Sequence[int]], None] | None = None
+    """Function that pins the computing thread's team to one core each; None where pinning would not help."""
+
+
+def join(model: nn.Module, pool: Tensor, layout: KvLayout, backend: Backend) -> BoundModel:
+    """Join a model to its KV memory.
+
+    auto means `native`, or `sdpa` with a warning where its kernels are missing.
+
+    Raises KernelsUnavailable for missing kernels that were asked for by name.
+    """
+    if backend != "sdpa":
+        try:
+            return _native(model, pool, layout)
+        except KernelsUnavailable as error:
+            if backend == "native":
+                raise
+            log.warning("attention is computed by torch, expect several times slower steps: %s", error)
+    return BoundModel("sdpa", SdpaPagedAttention(pool, layout))
+
+
+def _native(model: nn.Module, pool: Tensor, layout: KvLayout) -> BoundModel:
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    if dtype not in TYPES:
+        raise KernelsUnavailable(f"the CPU kernels do not support {layout.dtype}")
+    kernels = Kernels(attention_part(dtype))
+    heads: int = model.config.get_text_config().num_attention_heads  # type: ignore[union-attr,operator]
+    attention = NativePagedAttention(kernels, pool, layout, heads)
+    last_rows = use_kernels(model, kernels).last_rows
+    if last_rows is not None:
+        attention.trim_last_layer()
+    use_native_layers(model, kernels, attention)
+    return BoundModel("native", attention, kernels.argmax, last_rows, kernels.bind_threads)
+
+
+class PagedModel:
+    """Model over `num_blocks` KV blocks of its own."""
+
+    def __init__(
+        self, model: torch.nn.Module, layout: KvLayout, num_blocks: int, backend: Backend, in_file: bool = False
+    ) -> None:
+        """Join `model` to a new pool of zeros.
+
+        `in_file`: see `pool_memory`. Raises EngineStartError.
+        """
+        self.model = model
+        self.num_blocks = num_blocks
+        self._computing = False
+        self.pool = pool_memory(num_blocks, layout.block_bytes, in_file)
+        self.blocks = torch.from_numpy(self.pool.memory)
+        """Pool as uint8 [num_blocks, block_bytes]."""
+        shape = (num_blocks, layout.kv_heads, layout.layers, 2, layout.block_tokens, layout.head_dim)
+        joined = join(model, self.blocks.view(getattr(torch, layout.dtype)).view(shape), layout, backend)
+        self.backend, self._attention = joined.backend, joined.attention
+        self.argmax, self._last_rows = joined.argmax, joined.last_rows
+        self.bind_threads: Callable[[Sequence[int]], None] | None = joined.bind_threads
+        # by now the memory that the weights were read from is free: both at once would be a peak
+        populate(self.blocks, lambda: self._computing)
+        # transformers keeps what is registered for ever, so it gets no reference that keeps the pool
+        use_attention(model, weakref.proxy(self._attention))
+
+    def logits(self, batch: Sequence[Chunk]) -> Tensor:
+        """Compute the chunks and return logits [chunks that sample, vocab], in order."""
+        self._computing = True
+        try:
+            return self._logits(batch)
+        finally:
+            self._computing = False
+
+    def _logits(self, batch: Sequence[Chunk]) -> Tensor:
+        tokens: list[int] = []
+        positions: list[int] = []
+        last_rows: list[int] = []
+        wanted: list[int] = []
+        for chunk in batch:
+            wanted += scored_rows(chunk, len(tokens))
+            tokens += chunk.token_ids
+            positions += range(chunk.start, chunk.end)
+            if chunk.samples:
+                last_rows.append(len(tokens) - 1)
+                wanted.append(len(tokens) - 1)
+        rows = torch.tensor(last_rows, dtype=torch.long)
+        self._attention.prepare(batch)
+        if self._last_rows is not None:
+            scores = len(wanted) > len(last_rows)
+            self._last_rows.rows = torch.tensor(wanted, dtype=torch.long) if scores else rows
+        logits: Tensor = self.model(
+            input_ids=torch.tensor(tokens, dtype=torch.long)[None],
+            position_ids=torch.tensor(positions, dtype=torch.long)[None],
+            use_cache=False,
+            logits_to_keep=rows,
+        ).logits[0]
+        return logits
 
 
 class TorchRunner(ModelRunner):

@@ -1,15 +1,21 @@
-"""vLLM's interpreter, and arguments of vLLM's EngineArgs, from a worker's settings."""
+"""vLLM's interpreter, and arguments of vLLM's EngineArgs, from a worker's settings.
+
+Environment variables that vLLM reads when it is imported, its logs, and its platform.
+"""
 
 import importlib.util
+import logging
+import os
 import shlex
 import sys
+import warnings
 from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.backends.vllm.settings import VllmSettings
-from engine.errors import EngineStartError
-from engine.model.adapters import read_adapters
+from engine.core_types import EngineStartError
+from engine.model.hub import read_adapters
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of max_lora_rank that vLLM takes on every device."""
@@ -124,3 +130,31 @@ def _lora_arguments(config: VllmSettings) -> dict[str, Any]:
         "max_loras": min(len(adapters), MAX_ACTIVE_ADAPTERS),
         "max_cpu_loras": len(adapters),
     }
+
+
+def set_environment() -> None:
+    """Set what every process with vLLM needs; vLLM must not have been imported yet."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its log lines are Tandem's
+    os.environ["TQDM_DISABLE"] = "1"
+    if importlib.util.find_spec("flashinfer") is None:  # vLLM's sampler takes it for installed
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def quiet_vllm() -> None:
+    """Let vLLM log errors only."""
+    warnings.simplefilter("ignore")  # Python's warnings about vLLM's own code
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+
+
+def computes_at_launch() -> bool:
+    """Return whether vLLM's executor computes a batch in the call that launches it, as on CPUs.
+
+    Raises EngineStartError where vLLM cannot be imported.
+    """
+    try:
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise EngineStartError("vllm_python", f"{sys.executable} cannot import vLLM: {error}") from None
+    return bool(current_platform.is_cpu())

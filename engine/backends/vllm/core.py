@@ -20,7 +20,7 @@ from engine.backends.vllm.kv.cache import VllmKVCache
 from engine.backends.vllm.kv.memory import KvMemory, VllmKvMemory
 from engine.backends.vllm.media.features import Media
 from engine.backends.vllm.requests import VllmRequests
-from engine.backends.vllm.sampling.sampling import Sampling
+from engine.backends.vllm.sampling.native_sampling import Sampling
 from engine.backends.vllm.submitted import Full, Submissions, Submitted
 from engine.core.loan_host import EngineParts, LoanHost
 from engine.core_types import EngineSequence

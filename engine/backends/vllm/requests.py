@@ -13,14 +13,14 @@ from typing import Any
 
 from engine.backends.vllm.kv.cache import VllmKVCache
 from engine.backends.vllm.media.features import Media
-from engine.backends.vllm.sampling.sampling import Sampling
+from engine.backends.vllm.sampling.native_sampling import Sampling
 from engine.backends.vllm.submitted import Submissions, Submitted
 from engine.core.request_table import Request, RequestTable, TableParts
 from engine.core_types import EngineSequence, FinishReason, RequestFailure, SampleResult, TokenLogprobs
 from engine.messages.from_engine import Embedded, Failed, PromptScored, Token
 from engine.messages.to_engine import Generate
 from kvcache.block_keys import BlockKey
-from loans.account import KvAccount
+from loans.loan import KvAccount
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from engine.errors import EngineStartError
+from engine.core_types import EngineStartError
 from engine.settings import CommonSettings
 from engine.vllm_flags import value_of
 

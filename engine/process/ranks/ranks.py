@@ -19,7 +19,6 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.block_parts.gathering import FingerprintingRank
 from engine.block_parts.messages import (
     BlocksRead,
     CopyBlocks,
@@ -27,6 +26,7 @@ from engine.block_parts.messages import (
     Drop,
     Fingerprint,
     Fingerprinted,
+    FingerprintingRank,
     FromFollower,
     Gather,
     Heartbeat,
@@ -37,9 +37,9 @@ from engine.block_parts.messages import (
     ToFollower,
     Withdraw,
 )
-from engine.block_parts.shared_memory import SharedMemory
+from engine.block_parts.part_service import SharedMemory
 from engine.config import WorkerConfig
-from engine.errors import EngineStartError, RankLost
+from engine.core_types import EngineStartError, RankLost
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.ranks import BlockPart
 from loans.reads.block_reads import MAX_PEERS, OnQuiet, RemoteRank

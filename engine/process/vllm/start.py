@@ -8,16 +8,20 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from cluster.roles import Role
-from engine.backends.vllm.arguments import engine_arguments, passed_arguments
+from cluster.settings import Role
+from engine.backends.vllm.arguments import (
+    computes_at_launch,
+    engine_arguments,
+    passed_arguments,
+    quiet_vllm,
+    set_environment,
+)
 from engine.backends.vllm.contract import check_version
-from engine.backends.vllm.environment import computes_at_launch, quiet_vllm, set_environment
 from engine.config import WorkerConfig
-from engine.core_types import GpuDevice
-from engine.errors import EngineStartError
+from engine.core_types import EngineStartError, GpuDevice
 from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
-from engine.media.encoder import encoder_fingerprint
-from engine.model.adapters import Adapter, read_adapters
+from engine.media import encoder_fingerprint
+from engine.model.hub import Adapter, read_adapters
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo
 from engine.process.data_parallel.step_group import StepGroup
@@ -108,7 +112,7 @@ def start_vllm(
 
     sampling_class: Any
     if vllm_config.model_config.runner_type == "pooling":
-        from engine.backends.vllm.pooling import PoolingRequests as sampling_class  # noqa: N813
+        from engine.backends.vllm.submitted import PoolingRequests as sampling_class  # noqa: N813
     elif is_native:
         from engine.backends.vllm.sampling.native_sampling import NativeSampling as sampling_class  # noqa: N813
     else:
@@ -248,8 +252,7 @@ def _memory_of(engine: Any, vllm_config: Any, ranks: WorkerRanks, groups: "KvGro
 
     Raises EngineStartError or RankLost.
     """
-    from engine.backends.vllm.kv.memory import joined_memory
-    from engine.backends.vllm.kv.stages import Stage, stages_of
+    from engine.backends.vllm.kv.memory import Stage, joined_memory, stages_of
 
     stages: list[Stage | None] = [None]
     attention: set[str] = set()

@@ -23,21 +23,18 @@ from vllm.platforms import current_platform
 
 from cluster.errors import StartError
 from cluster.logs import set_up
-from cluster.process.garbage_collection import spare_the_started
+from cluster.process.memory import spare_the_started
+from engine.backends.vllm.arguments import quiet_vllm
 from engine.backends.vllm.connector import offered
-from engine.backends.vllm.environment import quiet_vllm
-from engine.backends.vllm.kv.memory import VllmKvMemory
-from engine.backends.vllm.kv.stages import Stage, StagePool
+from engine.backends.vllm.kv.memory import Stage, StagePool, VllmKvMemory
 from engine.backends.vllm.sampling.speculation import COUPLED
 from engine.block_parts.messages import Joined, NotJoined
-from engine.block_parts.part_copies import PartCopies
-from engine.block_parts.part_service import EngineLink, serve_part
-from engine.block_parts.shared_memory import MappedMemory
-from engine.host.cpu_affinity import stay_on
+from engine.block_parts.part_service import EngineLink, MappedMemory, PartCopies, serve_part
+from engine.host.cores import stay_on
+from engine.process.assembly import become_child, own_transport
 from engine.process.ranks.nodes import RankHello, address_of, connect_to, key_of
 from engine.process.ranks.worker_ranks import ADDRESS
 from engine.process.spec import EngineSpec, RankSpec
-from engine.process.start_up import become_child, own_transport
 from engine.process.vllm.node import NODE_SPEC
 from engine.process.vllm.start import why_not_started
 from kvtransfer.errors import TransportUnavailable

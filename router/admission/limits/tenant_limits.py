@@ -1,18 +1,76 @@
-"""Limits of tenants over all models of a router: rates, concurrency, quotas."""
+"""Limits of tenants over all models of a router: rates, concurrency, quotas.
+
+Quota ledgers: tokens per tenant and window of wall-clock time, in memory or shared by several routers.
+
+Bounded use of one resource by many tenants.
+
+Pure.
+"""
 
 import asyncio
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from router.admission.config import AdmissionConfig
-from router.admission.limits.quota import LocalLedger, QuotaLedger
 from router.admission.limits.rate_limiter import RateLimiter
-from router.admission.refusals import Reason, Refusal, over_limit
+from router.admission.refusals import DEFAULT_RETRY_AFTER_S, Reason, Refusal, over_limit, queue_full, tenant_queue_full
 
 log = logging.getLogger(__name__)
+
+
+class QuotaLedger(Protocol):
+    """Ledger with aligned windows, which begin at wall-clock multiples of `window_s` since the epoch.
+
+    An implementation that cannot reach its store decides locally; it raises nothing.
+    """
+
+    async def charge(self, tenant: str, tokens: int, limit: int, window_s: int) -> float | None:
+        """Count `tokens` and return None; beyond `limit` count nothing and return the seconds until the window ends."""
+
+    async def refund(self, tenant: str, tokens: int, window_s: int) -> None:
+        """Subtract `tokens` charged in the present window, not below 0."""
+
+
+@dataclass(slots=True)
+class LocalLedger:
+    """Ledger of one router, in memory."""
+
+    clock: Callable[[], float] = time.time
+    _used: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    """Window number and tokens, by tenant and window_s."""
+    _sweep_above: int = 1024
+
+    async def charge(self, tenant: str, tokens: int, limit: int, window_s: int) -> float | None:
+        now = self.clock()
+        window = int(now // window_s)
+        used = self._total(tenant, window, window_s) + tokens
+        if used > limit:
+            return (window + 1) * window_s - now
+        self._used[tenant, window_s] = window, used
+        self._sweep(now)
+        return None
+
+    async def refund(self, tenant: str, tokens: int, window_s: int) -> None:
+        window = int(self.clock() // window_s)
+        if used := self._total(tenant, window, window_s):
+            self._used[tenant, window_s] = window, max(0, used - tokens)
+
+    def _total(self, tenant: str, window: int, window_s: int) -> int:
+        of_window, used = self._used.get((tenant, window_s), (window, 0))
+        return used if of_window == window else 0
+
+    def _sweep(self, now: float) -> None:
+        """Drop windows that are over.
+
+        Amortised: the bound doubles with the remaining number.
+        """
+        if len(self._used) > self._sweep_above:
+            self._used = {key: used for key, used in self._used.items() if used[0] == now // key[1] and used[1]}
+            self._sweep_above = max(1024, 2 * len(self._used))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +176,52 @@ class TenantLimits:
         self._refunds.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a quota's refund failed", exc_info=error)
+
+
+class Shares:
+    """Amounts of one resource in use, bounded for each tenant and for all together.
+
+    No tenant can shut out another one: where the resource is used up, a tenant that has less than half of an equal
+    share may still take some. So all together use at most 1.5 times the limit.
+
+    Where tenants are what clients say they are, one client can be many tenants; each of them still gets little.
+    """
+
+    def __init__(self, limit: int, limit_per_tenant: int, unit: str = "requests") -> None:
+        assert limit_per_tenant > 0
+        assert limit > 0
+        self.limit = limit
+        self.limit_per_tenant = limit_per_tenant
+        self._unit = unit
+        self._used: Counter[str] = Counter()
+        self.total = 0
+        """Amount in use by all tenants."""
+
+    def used(self, tenant: str) -> int:
+        return self._used[tenant]
+
+    def take(self, tenant: str, amount: int = 1) -> None:
+        """Take an amount; `give_back` must follow.
+
+        Raises Refusal, and then nothing was taken.
+        """
+        after = self._used[tenant] + amount
+        if after > self.limit_per_tenant:
+            raise tenant_queue_full(tenant, self._used[tenant], DEFAULT_RETRY_AFTER_S, self._unit)
+        if self.total + amount > self.limit and after > self._least_share(tenant):
+            raise queue_full(self.total, DEFAULT_RETRY_AFTER_S, self._unit)
+        self._used[tenant] = after
+        self.total += amount
+
+    def give_back(self, tenant: str, amount: int = 1) -> None:
+        """Return an amount that was taken."""
+        self._used[tenant] -= amount
+        self.total -= amount
+        assert self._used[tenant] >= 0, "more was given back than taken"
+        if not self._used[tenant]:
+            del self._used[tenant]
+
+    def _least_share(self, tenant: str) -> int:
+        """Return the amount that the tenant may have although the resource is used up."""
+        num_tenants = len(self._used) + (tenant not in self._used)
+        return self.limit // (2 * num_tenants)

@@ -3,8 +3,7 @@
 | file | what |
 | --- | --- |
 | `messages.py` | from a body to a GenerateRequest. Pure |
-| `answer.py` | from messages to events, or the whole answer; the form of errors. Pure |
-| `counting.py` | the path that counts a prompt's tokens |
+| `answer.py` | from messages to events, or the whole answer; the form of errors; the path that counts tokens |
 
 The manual: docs/anthropic.md.
 """

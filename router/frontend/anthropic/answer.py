@@ -1,6 +1,8 @@
 """Answers of /v1/messages: events of a stream, or the whole message; and the form of errors.
 
 Pure.
+
+POST /v1/messages/count_tokens: the tokens of a prompt, as its model reads it.
 """
 
 import secrets
@@ -9,8 +11,11 @@ from typing import Any
 from pydantic_core import from_json
 
 from protos import inference_pb2 as pb
-from router.frontend.anthropic.messages import MessagesRequest
+from router.frontend.anthropic.messages import MessagesRequest, read_prompt
 from router.frontend.http.blocks import CALL, REASONING, Block, BlockAnswer, event
+from router.frontend.http.body.media import Given, named_media
+from router.frontend.http.endpoint import EndpointContext, JsonEndpoint
+from router.frontend.http.errors import Caller
 
 ERRORS = {
     400: "invalid_request_error",
@@ -125,3 +130,14 @@ def _usage_of(computed: int, cached: int, output: int) -> dict[str, Any]:
 
 def _event(name: str, block: Block, **fields: Any) -> bytes:
     return event(name, {"type": name, "index": block.index, **fields})
+
+
+def token_counter(context: EndpointContext) -> JsonEndpoint[tuple[pb.GenerateRequest, Given]]:
+    """Return the application of the path."""
+
+    async def count(api_request: tuple[pb.GenerateRequest, Given], caller: Caller) -> dict[str, Any]:
+        request, media = api_request
+        with named_media(request.messages, media):
+            return {"input_tokens": await context.queries.num_prompt_tokens(request, caller.principal)}
+
+    return JsonEndpoint(context, read_prompt, count, error_form)

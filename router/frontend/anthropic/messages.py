@@ -27,9 +27,9 @@ from router.frontend.http.body.fields import (
     typed,
 )
 from router.frontend.http.body.media import Given, GivenMedium, read_data, read_file, read_url, set_content
-from router.frontend.http.caller import Caller
+from router.frontend.http.errors import Caller
 from router.frontend.http.generation import Generation
-from router.frontend.openai.tool_choice import is_skipped
+from router.frontend.openai.chat import is_skipped
 from router.validation import MAX_MESSAGES
 
 EFFORTS = {"disabled": "none", "enabled": "high", "adaptive": "medium"}

@@ -2,9 +2,17 @@
 
 A request that the router cannot read is no error: its server may read it. It goes to the ready server with the least
 load, as a request of one token does.
+
+Answers that a gateway shows, as the end of a stream from which placement learns.
+
+Pure. A server's answer has no receipt, so what placement predicted stands where the server tells nothing.
+
+The lender in a request's body. Pure.
 """
 
 import asyncio
+import json
+import re
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,7 +22,7 @@ from urllib.parse import urlsplit
 
 from cluster import logs
 from cluster.errors import InvalidRequest, RevisionGone, ServiceError, Unavailable, UnknownModel
-from cluster.trace_context import from_headers, traceparent
+from cluster.logs import from_headers, traceparent
 from kvcache.block_keys import BlockKey
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
@@ -24,12 +32,9 @@ from router.config import RouterConfig
 from router.frontend.anthropic.answer import error_form as messages_error_form
 from router.frontend.anthropic.messages import read_messages
 from router.frontend.envoy.exchange import PickWanted, ResponseBegan
-from router.frontend.envoy.learning import SeenAnswer, finish_of
-from router.frontend.envoy.lender import with_lender
 from router.frontend.http.body.fields import parse_object
-from router.frontend.http.caller import Caller, caller_of
 from router.frontend.http.endpoint import INLINE_BYTES, SPARE_VALUES
-from router.frontend.http.errors import ErrorAnswer, error_answer, openai_form
+from router.frontend.http.errors import Caller, ErrorAnswer, caller_of, error_answer, openai_form
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
 from router.frontend.openai.responses.responses import read_response
@@ -45,6 +50,85 @@ from router.request_path.preprocess import Preprocessor
 from router.request_path.stream_state import StreamState
 from router.security.api_keys import ApiKeys
 from router.stock.link import GatewayRequest, StockLink
+
+TAIL_BYTES = 4096
+"""Bytes of an answer's end, which has its usage and how it ended."""
+_COMPLETION = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
+_CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d+)')
+_CUT = re.compile(rb'"(?:finish|stop)_reason"\s*:\s*"(?:length|max_tokens)"')
+
+
+@dataclass(slots=True)
+class SeenAnswer:
+    """Parts of an answer that matter for placement."""
+
+    streams: bool = False
+    """Whether it is a stream of events, so that its first bytes are the first token."""
+    num_events: int = 0
+    tail: bytes = b""
+
+    def add(self, body: bytes) -> None:
+        self.num_events += body.count(b"data:")
+        self.tail = (self.tail + body)[-TAIL_BYTES:]
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens by the server's usage, or about as many as it sent events; 0: unknown."""
+        if told := _COMPLETION.findall(self.tail):
+            return int(told[-1])
+        return max(1, self.num_events - 1) if self.streams else 0
+
+
+def finish_of(
+    request_id: str, placed: ActivePlacement, decision: Decision, answer: SeenAnswer, first_s: float, rest_s: float
+) -> pb.Finish:
+    """Return the end of a stream whose first bytes came `first_s` after its placement, and its last `rest_s` later."""
+    demand, decode_id = placed.demand, decision.decode_id
+    hits = min(demand.num_usable_blocks, decision.hit_blocks)
+    if placed.lender is None and (cached := _CACHED.findall(answer.tail)):
+        hits = min(demand.num_usable_blocks, int(cached[-1]) // demand.block_tokens)
+    kv = pb.KvReceipt(block_tokens=demand.block_tokens, predicted=not _CACHED.search(answer.tail))
+    stages = []
+    if placed.lender is None:
+        kv.reused_blocks, kv.computed_blocks = hits, demand.num_usable_blocks - hits
+        kv.computed_tokens = demand.num_tokens - hits * demand.block_tokens
+        stages.append(pb.Stage(name="prompt tail", where=decode_id, duration_ms=first_s * 1e3))
+    stages.append(pb.Stage(name="decode", where=decode_id, start_ms=first_s * 1e3, duration_ms=rest_s * 1e3))
+    placement = pb.Placement(
+        decode_worker=decode_id,
+        lender=decision.lender_id or "",
+        reason=decision.reason,
+        candidates=decision.num_candidates,
+        predicted_ttft_ms=decision.predicted_ttft_s * 1e3,
+        predicted_hit_blocks=decision.hit_blocks,
+        attempt=1,
+    )
+    return pb.Finish(
+        reason=pb.FINISH_REASON_LENGTH if _CUT.search(answer.tail) else pb.FINISH_REASON_STOP,
+        usage=pb.Usage(
+            prompt_tokens=demand.num_tokens,
+            completion_tokens=answer.num_tokens,
+            cached_tokens=hits * demand.block_tokens,
+        ),
+        receipt=pb.Receipt(request_id=request_id, placement=placement, kv=kv, stages=stages if answer.streams else []),
+    )
+
+
+FIELD = "kv_transfer_params"
+
+
+def with_lender(body: bytes, values: Mapping[str, Any], lender: str) -> bytes | None:
+    """Return a JSON object, whose parsed fields are `values`, with the server from which vLLM borrows blocks.
+
+    All else stays as it is, byte by byte. None where the client set the field itself: it steers its own transfers.
+    """
+    if values.get(FIELD) is not None:
+        return None
+    end = body.rindex(b"}")
+    # At the end, since of a field that comes twice JSON's readers take the last: the client's may be null.
+    field = f"{',' if values else ''}{json.dumps(FIELD)}:{json.dumps({'lender': lender})}"
+    return body[:end] + field.encode() + body[end:]
+
 
 APIS: Mapping[str, tuple[Any, Any]] = {
     "/v1/completions": (read_completion, openai_form),

@@ -1,8 +1,13 @@
-"""A generating endpoint: from the body of an exchange to its answer."""
+"""A generating endpoint: from the body of an exchange to its answer.
+
+An endpoint that answers a body with one JSON object and generates nothing.
+
+Merging of several streams into one.
+"""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -11,16 +16,15 @@ from starlette.types import Receive, Scope, Send
 
 from cluster import logs
 from cluster.errors import DeadlineExceeded, ServiceError
+from cluster.logs import from_headers, traceparent
 from cluster.process.drain import Drain
-from cluster.trace_context import from_headers, traceparent
 from router.admission.arrivals import Arrival, Arrivals
+from router.frontend.http.blocks import compact
 from router.frontend.http.body.fields import BodyReader, IgnoredFields
 from router.frontend.http.body.media import MediaFiles, media_names
-from router.frontend.http.caller import Caller, caller_of
-from router.frontend.http.errors import Form, client_field, error_answer, openai_form
+from router.frontend.http.errors import Caller, Form, caller_of, client_field, error_answer, openai_form
 from router.frontend.http.exchange import ClientGone, Exchange
 from router.frontend.http.generation import Answer, Generation, PromptInfo
-from router.frontend.http.merging import merged
 from router.models.media import sources_of
 from router.prepared_request import PreparedRequest
 from router.request_path.late_messages import joined
@@ -30,6 +34,53 @@ from router.security.api_keys import ApiKeys
 from router.validation import check_whole_answer
 
 log = logging.getLogger(__name__)
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[Sequence[bytes]]], max_open: int | None = None
+) -> AsyncGenerator[tuple[int, Sequence[bytes]]]:
+    """Yield the items of all streams with the streams' numbers, as they come.
+
+    At most `max_open` streams are open at a time, in order; None: all. Raises the first failure; closing it closes all
+    streams. At most one item per stream is buffered.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for messages in only:
+                yield 0, messages
+        return
+    queue: asyncio.Queue[tuple[int, Sequence[bytes] | BaseException | None]] = asyncio.Queue(len(streams))
+
+    rest = iter(enumerate(streams))
+
+    async def feed() -> None:
+        for number, stream in rest:  # one iterator for all tasks: each takes the next stream
+            end: BaseException | None = None
+            try:
+                async with aclosing(stream):
+                    async for messages in stream:
+                        await queue.put((number, messages))
+            except Exception as error:  # any error, raised below
+                end = error
+            await queue.put((number, end))
+
+    feeds = [asyncio.ensure_future(feed()) for _ in range(min(len(streams), max_open or len(streams)))]
+    try:
+        num_open = len(streams)
+        while num_open:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield number, item
+    finally:
+        for task in feeds:
+            task.cancel()
+        await asyncio.gather(*feeds, return_exceptions=True)
+
+
 RequestT = TypeVar("RequestT", bound=Generation)
 AnswerT = TypeVar("AnswerT", bound=Answer)
 INLINE_BYTES = 64 << 10
@@ -247,3 +298,52 @@ def _beginner(answer: Answer, number: int, echo: bool) -> Callable[[PreparedRequ
         answer.begin(number, served)
 
     return begin
+
+
+JsonRequestT = TypeVar("JsonRequestT")
+NO_NAMES: Mapping[str, str] = {}
+
+
+class JsonEndpoint(Generic[JsonRequestT]):
+    """ASGI application of one path."""
+
+    def __init__(
+        self,
+        context: EndpointContext,
+        read: BodyReader[Any, JsonRequestT],
+        answer: Callable[[JsonRequestT, Caller], Awaitable[dict[str, Any]]],
+        error_form: Form = openai_form,
+        names: Mapping[str, str] = NO_NAMES,
+    ) -> None:
+        """Create it; `names` has the client's names of fields that we call otherwise."""
+        self._context = context
+        self.read = read
+        self._answer = answer
+        self._error_form = error_form
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context, exchange = self._context, Exchange(scope, receive, send)
+        try:
+            caller = caller_of(exchange.headers, context.keys)
+            exchange.request_id = caller.request_id
+            with context.arrivals.arriving(caller.tenant) as arrival:
+                body = await exchange.body(context.limits.max_bytes, arrival)
+                api_request, exchange.ignored = await asyncio.to_thread(self._parsed, body, caller)
+                context.queries.count_ignored(exchange.ignored)
+            with exchange.lasting(context.drain):
+                reply = await self._answer(api_request, caller)
+                await exchange.send_json(compact(reply).encode())
+        except ClientGone:
+            return
+        except ServiceError as error:
+            await context.arrivals.pace.wait(error)
+            await exchange.fail(error_answer(error, self._names, self._error_form))
+        except Exception:  # a bug here ends this request, with an error in the client's format
+            log.exception("a request failed")
+            failure = ServiceError("the router failed; its log says why")
+            await exchange.fail(error_answer(failure, self._names, self._error_form))
+
+    def _parsed(self, body: bytes, caller: Caller) -> tuple[JsonRequestT, tuple[str, ...]]:
+        ignored = IgnoredFields(self._context.strict_fields)
+        return self.read.of_bytes(body, caller, ignored, self._context.limits.max_values), tuple(ignored.names)

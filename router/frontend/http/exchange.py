@@ -9,9 +9,9 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import Draining, InvalidRequest
 from cluster.process.drain import Drain
 from router.admission.arrivals import Arrival
-from router.frontend.http.body.content_encoding import encoding_of, inflated
+from router.frontend.http.body.fields import encoding_of, inflated
 from router.frontend.http.errors import ErrorAnswer, HttpRefusal
-from router.frontend.http.server.connection import CONNECTION, ClientConnection
+from router.frontend.http.server import CONNECTION, ClientConnection
 
 BODY_S = 60.0
 """Seconds for the whole body to arrive."""

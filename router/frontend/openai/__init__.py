@@ -2,9 +2,8 @@
 
 | file | what |
 | --- | --- |
-| `sampling.py`, `request.py`, `completions.py`, `chat.py` | from a body to GenerateRequests. Pure |
-| `answers.py`, `choice.py`, `logprobs.py`, `tokens.py` | from messages to chunks, or the whole answer. Pure |
-| `tool_choice.py` | `tool_choice` and `tools` of any of the APIs. Pure |
+| `request.py`, `completions.py`, `chat.py` | from a body, with its tools, to GenerateRequests. Pure |
+| `answers.py`, `choice.py`, `tokens.py` | from messages to chunks, or the whole answer. Pure |
 | `responses/` | the Responses API, with stored conversations |
 | `embeddings.py` | embeddings and scores |
 

@@ -1,6 +1,12 @@
-"""State of one choice while its answer is made."""
+"""State of one choice while its answer is made.
+
+Log probabilities in the formats of OpenAI's APIs, and of vLLM for prompts.
+
+Pure.
+"""
 
 import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import Any
@@ -8,10 +14,100 @@ from typing import Any
 from protos import inference_pb2 as pb
 from router.frontend.http.blocks import in_one_line
 from router.frontend.http.generation import PromptInfo
-from router.frontend.openai.logprobs import LogprobForm
 from router.models.output.call_reading import ToolCall
 from router.models.output.output_format import OutputParser
-from router.models.output.token_texts import TextToken, TokensInText
+from router.models.output.token_texts import FormOf, TextToken, TokensInText
+
+LEAST = -9999.0
+"""Value in place of minus infinity, which JSON cannot express; vLLM's value."""
+
+
+class LogprobForm:
+    """Form of one request's log probabilities."""
+
+    def __init__(self, form_of: FormOf, as_ids: bool = False) -> None:
+        """Create it; `as_ids`: name tokens `token_id:7` instead of their texts."""
+        self._form_of = form_of
+        self._as_ids = as_ids
+
+    def chat(self, tokens: Iterable[TextToken]) -> list[dict[str, Any]]:
+        """Return one entry for each token; its bytes are those that the text has of it."""
+        return [
+            self._entry(token.token_id, token.value.logprob, token.raw)
+            | {"top_logprobs": [self._entry(top_id, top) for top_id, top in _tops(token.value)]}
+            for token in tokens
+        ]
+
+    def _entry(self, token_id: int, logprob: float, raw: bytes | None = None) -> dict[str, Any]:
+        raw = self._form_of(token_id).raw if raw is None else raw
+        return {"token": self._name(token_id), "logprob": max(logprob, LEAST), "bytes": list(raw)}
+
+    def completion(self, tokens: Sequence[TextToken]) -> dict[str, list[Any]]:
+        """Return the lists of a completion: names, offsets and values of the tokens."""
+        return {
+            "tokens": [self._name(token.token_id, token.text) for token in tokens],
+            "token_logprobs": [max(token.value.logprob, LEAST) for token in tokens],
+            "top_logprobs": [self._named_tops(token) for token in tokens],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+    def _named_tops(self, token: TextToken) -> dict[str, float]:
+        name = self._name(token.token_id, token.text)
+        named: dict[str, float] = {}
+        for top_id, top in _tops(token.value):
+            named.setdefault(name if top_id == token.token_id else self._name(top_id), top)
+        return named | {name: max(token.value.logprob, LEAST)}
+
+    def _name(self, token_id: int, text: str | None = None) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        return self._form_of(token_id).text if text is None else text
+
+    def echoed(
+        self, prompt: Sequence[int], pieces: Sequence[str], scored: Sequence[pb.TokenLogprobs]
+    ) -> dict[str, list[Any]]:
+        """Return the lists of an echoed prompt, whose first token has no values."""
+        tokens, offset = [], 0
+        for token_id, text, value in zip(prompt, pieces, (pb.TokenLogprobs(), *scored), strict=True):
+            tokens.append(TextToken(token_id, value, text, text.encode(), offset))
+            offset += len(text)
+        lists = self.completion(tokens)
+        lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
+        return lists
+
+
+def joined(parts: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
+    """Join the parts of several messages of one choice; None without any."""
+    whole: dict[str, list[Any]] | None = None
+    for part in parts:
+        if whole is None:
+            whole = {name: [] for name in part}
+        for name, values in part.items():
+            whole[name] += values
+    return whole
+
+
+def prompt_logprobs(
+    prompt: Sequence[int], scored: Sequence[pb.TokenLogprobs], form_of: FormOf
+) -> list[dict[str, Any] | None]:
+    """Return one entry for each token of the prompt, None for the first.
+
+    A rank is known for the likeliest tokens only.
+    """
+    entries: list[dict[str, Any] | None] = [None]
+    for token_id, logprobs in zip(prompt[1:], scored, strict=True):
+        entry: dict[str, Any] = {
+            str(top_id): {"logprob": top, "rank": rank, "decoded_token": form_of(top_id).text}
+            for rank, (top_id, top) in enumerate(_tops(logprobs), start=1)
+        }
+        own = {"logprob": max(logprobs.logprob, LEAST), "rank": None, "decoded_token": form_of(token_id).text}
+        entry.setdefault(str(token_id), own)
+        entries.append(entry)
+    return entries
+
+
+def _tops(logprobs: pb.TokenLogprobs) -> Iterable[tuple[int, float]]:
+    return zip(logprobs.top_token_ids, (max(top, LEAST) for top in logprobs.top_logprobs), strict=True)
 
 
 @dataclass(slots=True)

@@ -5,9 +5,8 @@ Pure.
 
 from cluster.errors import InvalidRequest
 from router.frontend.http.body.fields import BodyReader, Count, IgnoredFields, Inputs, inputs_of
-from router.frontend.http.caller import Caller
-from router.frontend.openai.request import ApiRequest, GenerationBody, check_choices, common, requests_of
-from router.frontend.openai.sampling import read_sampling
+from router.frontend.http.errors import Caller
+from router.frontend.openai.request import ApiRequest, GenerationBody, check_choices, common, read_sampling, requests_of
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""

@@ -17,10 +17,9 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.http.blocks import compact
 from router.frontend.http.body.fields import INT32, BodyReader, IgnoredFields, Inputs, Model, Positive, inputs_of
-from router.frontend.http.caller import Caller
+from router.frontend.http.errors import Caller
 from router.frontend.http.generation import Answer, Generation, PromptInfo
-from router.frontend.openai.request import NAMES, requests_of
-from router.frontend.openai.sampling import CommonBody
+from router.frontend.openai.request import NAMES, CommonBody, requests_of
 
 MAX_INPUTS = 2048
 """Largest number of inputs of one request, as OpenAI has it."""

@@ -7,9 +7,8 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.http.body.fields import BodyReader, IgnoredFields, Model, TokenId
 from router.frontend.http.body.media import Given, named_media
-from router.frontend.http.caller import Caller
-from router.frontend.http.endpoint import EndpointContext
-from router.frontend.http.json_endpoint import JsonEndpoint
+from router.frontend.http.endpoint import EndpointContext, JsonEndpoint
+from router.frontend.http.errors import Caller
 from router.frontend.openai.chat import (
     Message,
     ToolsBody,

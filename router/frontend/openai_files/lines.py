@@ -10,9 +10,8 @@ from cluster.errors import Draining, InvalidRequest, ServiceError
 from cluster.process.drain import Drain
 from router.batches.lines.line import PRIORITY, Handle, LineAnswer, LineRequest
 from router.batches.lines.retries import is_retriable
-from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import Endpoint
-from router.frontend.http.errors import error_answer
+from router.frontend.http.errors import Caller, error_answer
 from router.frontend.http.generation import Generation
 from router.security.api_keys import ApiKeys
 

@@ -9,8 +9,7 @@ from router.admission.arrivals import Arrival
 from router.batches.service import Batches
 from router.batches.storage.file_store import StoredFile
 from router.frontend.http.body.media import GivenMedium
-from router.frontend.http.caller import Caller
-from router.frontend.http.errors import HttpRefusal
+from router.frontend.http.errors import Caller, HttpRefusal
 from router.models.media import sources_of
 from router.validation import MEDIA_KINDS
 

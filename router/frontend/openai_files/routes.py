@@ -23,10 +23,8 @@ from router.batches.state import batch_object
 from router.batches.storage.batch_store import BatchFolder
 from router.batches.storage.file_store import StoredFile
 from router.batches.storage.layout import BATCH_PREFIX, new_id
-from router.frontend.http.body.content_encoding import encoding_of, inflated
-from router.frontend.http.body.fields import parse_object
-from router.frontend.http.caller import Caller, caller_of
-from router.frontend.http.errors import HttpRefusal
+from router.frontend.http.body.fields import encoding_of, inflated, parse_object
+from router.frontend.http.errors import Caller, HttpRefusal, caller_of
 from router.frontend.openai_files.objects import file_object, list_object
 from router.frontend.openai_files.reading import PURPOSE, page_of, read_batch_form, read_page
 from router.frontend.openai_files.upload import receive_file

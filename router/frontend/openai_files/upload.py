@@ -13,7 +13,7 @@ from cluster.errors import InvalidRequest
 from router.batches.records import FileInfo
 from router.batches.service import Batches
 from router.batches.storage.file_store import NewFile, StoredFile
-from router.frontend.http.body.content_encoding import refuse_encoding
+from router.frontend.http.body.fields import refuse_encoding
 from router.frontend.http.errors import HttpRefusal
 from router.frontend.openai_files.reading import read_upload_form
 

@@ -6,18 +6,25 @@ engine too, which has a larger stack.
 
 A tenant has one grammar checked at a time, and tenants take turns. Results are remembered for each tenant, so that none
 can tell from the time of an answer which grammars another tenant used.
+
+Structured output that follows reasoning: a grammar of free reasoning, its end, and then the required form. Pure.
+
+Grammar of a forced tool call.
+
+Pure.
 """
 
 import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +32,8 @@ from cluster.errors import InvalidRequest, Unavailable
 from cluster.fair_turns import FairTurns
 from engine.core_types import StructuredOutput
 from engine.model.model_dir import ModelDir
+from engine.sampling.structured_output import FIELD
+from protos import inference_pb2 as pb
 
 START_S = 60.0
 """Seconds for loading the tokenizer."""
@@ -256,3 +265,97 @@ def _fault_in(answer: dict[str, Any]) -> InvalidRequest | None:
 def _spawn(model_dir: ModelDir, answers_to: socket.socket) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "router.models.grammars.grammar_process", str(model_dir.path)]
     return subprocess.Popen(command, stdin=answers_to.fileno(), stdout=answers_to.fileno())
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+NO_TOKENS: Mapping[str, int] = {}
+ANY_ARGUMENTS = {"type": "object"}
+COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+"""llguidance's options for compact JSON in the models' own style; otherwise an uncertain model may write whitespace
+until `max_tokens`."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A tool that may be called."""
+
+    name: str
+    parameters: dict[str, Any] | None
+    """JSON schema of its arguments; None: any."""
+
+
+def call_grammar(functions: Sequence[Function], single: bool, added_tokens: Mapping[str, int] = NO_TOKENS) -> str:
+    """Return the grammar, in llguidance's Lark, of a call of one of the functions, or of several unless `single`.
+
+    The text has Hermes' form. `added_tokens` are the tokenizer's added tokens by their text: llguidance takes one in
+    angle brackets for special, and no text of a grammar matches it. Raises InvalidRequest for an invalid name.
+    """
+    rules = ["start: call" if single else 'start: call ("\\n" call)*']
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    for number, function in enumerate(functions):
+        if not _NAME.fullmatch(function.name):
+            limits = "1 to 64 letters, digits, underscores, dots and hyphens"
+            raise InvalidRequest(
+                f"tools[{number}].function.name", f"must be {limits}, so that a call of the tool can be forced"
+            )
+        before = f'\n{{"name": "{function.name}", "arguments": '
+        schema = COMPACT | (ANY_ARGUMENTS if function.parameters is None else function.parameters)
+        inside = f'{json.dumps(before)} arguments_{number} "}}\\n"'
+        rules.append(f"call_{number}: {mark(OPEN, added_tokens)} {inside} {mark(CLOSE, added_tokens)}")
+        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+    return "\n".join(rules)
+
+
+def mark(text: str, added_tokens: Mapping[str, int]) -> str:
+    """Return a mark in a grammar: the added token of this text, or the text."""
+    token_id = added_tokens.get(text)
+    return json.dumps(text) if token_id is None else f"<[{token_id}]>"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """Marks around a model's reasoning."""
+
+    opening: str
+    closing: str
+    added_tokens: Mapping[str, int] = field(default_factory=dict)
+    """The tokenizer's added tokens by their text: no text of a grammar matches one."""
+
+
+def after_reasoning(form: pb.StructuredOutput, marks: ReasoningMarks, begun: bool) -> pb.StructuredOutput:
+    """Return a form that allows reasoning before the given one; `begun`: the prompt opened it already.
+
+    Raises InvalidRequest for a grammar of the client's own, which cannot be a part of another one.
+    """
+    if marks.closing not in marks.added_tokens:
+        thought = f"thought[suffix={json.dumps(marks.closing)}]: /(?s:.*)/"
+        rest = "thought"
+    else:
+        thought = "thought: /(?s:.*)/"
+        rest = f"thought {mark(marks.closing, marks.added_tokens)}"
+    opening = mark(marks.opening, marks.added_tokens)
+    start = f"start: {rest} SPACE body" if begun else f"start: ({opening} {rest})? SPACE body"
+    return pb.StructuredOutput(grammar="\n".join((start, thought, r"SPACE: /\s{0,4}/", *_body(form))))
+
+
+def _body(form: pb.StructuredOutput) -> list[str]:
+    """Return the rules of the form, from `body` on."""
+    if form.HasField("json_schema"):
+        return [f"body: %json {form.json_schema}"]
+    if form.json_object:
+        return ['body: %json {"type": "object"}']
+    if form.HasField("regex"):
+        pattern = form.regex.replace("\\/", "/").replace("/", "\\x2F").replace("\n", "\\n")
+        return [f"body: /{pattern}/"]
+    if form.choice:
+        return ["body: " + " | ".join(json.dumps(choice) for choice in form.choice)]
+    first, *others = form.grammar.split("\n")
+    if not first.startswith(CALLS):
+        message = 'a grammar cannot follow reasoning: switch that off, as by reasoning_effort "none"'
+        raise InvalidRequest(f"{FIELD}.grammar", message)
+    return [first.replace("start:", "body:", 1), *others]
+
+
+CALLS = "start: call"
+"""Beginning of a grammar of forced calls (`grammar_checker.py`)."""

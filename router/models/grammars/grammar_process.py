@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from engine.core_types import StructuredOutput
-from engine.host.cpu_affinity import step_back
+from engine.host.cores import step_back
 from engine.model.model_dir import ModelDir
 from engine.sampling.grammar import CHECK_STACK_BYTES, GrammarCompiler, reason_of
 

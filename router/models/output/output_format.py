@@ -10,8 +10,19 @@ from functools import cache, cached_property
 from typing import Any, Protocol
 
 from cluster.errors import StartError
-from router.models.output.call_reading import CallPiece, CallReader, calls_of, is_readable
-from router.models.output.output_families import CALLS, REASONING, SAME_CALLS, SAME_REASONING, TEXT, Family, Fields
+from router.models.output.call_reading import (
+    CALLS,
+    REASONING,
+    SAME_CALLS,
+    SAME_REASONING,
+    TEXT,
+    CallPiece,
+    CallReader,
+    Family,
+    Fields,
+    calls_of,
+    is_readable,
+)
 
 NONE = "none"
 """Name that switches a parser off."""

@@ -7,8 +7,7 @@ from typing import Any
 from cluster.errors import InvalidRequest
 from engine.sampling.structured_output import FIELD
 from protos import inference_pb2 as pb
-from router.models.grammars.after_reasoning import ReasoningMarks, after_reasoning
-from router.models.grammars.forced_calls import CLOSE, Function, call_grammar
+from router.models.grammars.grammar_checker import CLOSE, Function, ReasoningMarks, after_reasoning, call_grammar
 from router.models.output.output_format import OutputFormat, OutputParser
 
 AUTO_CHOICES = ("", "auto")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.errors import InvalidRequest
-from engine.media.processor import NUMBER
+from engine.media import NUMBER
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.models.prompts.client_texts import ClientTexts

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from cluster.errors import InvalidRequest
-from router.models.output.output_families import REASONING
+from router.models.output.call_reading import REASONING
 
 STAND_INS = range(0x10FFFD, 0xEFFFF, -1)
 """Characters for private use, the last ones first, which hardly any text has."""

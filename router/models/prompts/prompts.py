@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest
 from cluster.fair_turns import FairTurns
-from engine.media.processor import NUMBER
+from engine.media import NUMBER
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from router.models.grammars.after_reasoning import ReasoningMarks
+from router.models.grammars.grammar_checker import ReasoningMarks
 from router.models.output.output_format import AUTO, OutputFormat
 from router.models.output.token_texts import TokenForm, TokenForms, TokensInText, pieces_by_offsets
 from router.models.prompts.chat_template import NO_PLACEHOLDERS, ChatTemplate, chars_of, check_chat_fields

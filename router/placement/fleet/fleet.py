@@ -20,11 +20,11 @@ from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from router.placement.affinity import NO_SESSION, Affinities, Served, SessionKey
 from router.placement.demand import Demand
-from router.placement.fleet.finished_streams import FinishedStreams
+from router.placement.fleet.finished_streams import FinishedStreams, TrafficCounters
 from router.placement.fleet.index import PrefixIndex, shared_prefix
-from router.placement.fleet.traffic_counters import TrafficCounters
-from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
-from router.placement.fleet.worker_views import (
+from router.placement.fleet.worker_records import (
+    ActivePlacement,
+    WorkerRecord,
     adapters_of,
     available_of,
     queued_of,
@@ -38,7 +38,7 @@ from router.placement.learning.output_lengths import OutputKey
 from router.placement.learning.prediction_error import LogRatios
 from router.placement.place import Decision, place, place_on, startable
 from router.placement.rates import Ints, Priors, Rates
-from router.placement.snapshots.placement_snapshot import PlacementSnapshot
+from router.placement.snapshots import PlacementSnapshot
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
 PART_KEYS = 16_384

@@ -4,11 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 
 from cluster.network.kubernetes import ApiServer
-from router.models.fleet_config import FleetConfig, ServiceEntry
+from router.models.config import FleetConfig, ServiceEntry
 from router.stock.sources.kubernetes import of_pods, of_service, watched
-from router.stock.sources.names import resolved
-from router.stock.sources.server_files import read_again
-from router.stock.sources.servers import Server
+from router.stock.sources.servers import Server, read_again, resolved
 
 
 def listings(config: FleetConfig) -> AsyncGenerator[tuple[Server, ...], None]:

@@ -1,13 +1,29 @@
-"""Servers that a source lists, and failures of sources."""
+"""Servers that a source lists, and failures of sources.
+
+Source of servers: all addresses of a host name.
+
+Source of servers: a file with a URL a line, or with a YAML list, which is read again when it changes.
+"""
 
 import asyncio
 import logging
+import os
+import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-from router.models.fleet_config import ServerEntry
+import yaml
+from pydantic import Field, field_validator
+
+from cluster.config import Config
+from cluster.errors import StartError
+from cluster.network.kubernetes import server_url
+from router.models.config import Role, ServerEntry
 
 log = logging.getLogger(__name__)
 
@@ -86,3 +102,110 @@ def servers_at(entry: ServerEntry, scheme: str, addresses: Mapping[str, bool], p
         Server(f"{scheme}://{f'[{address}]' if ':' in address else address}:{port}", entry, entry.role, drains)
         for address, drains in sorted(addresses.items())
     )
+
+
+LOOK_UP_S = 2.0
+"""Seconds between two look-ups; resolvers of a cluster answer from memory."""
+
+
+def resolved(entry: ServerEntry) -> AsyncIterator[tuple[Server, ...]]:
+    """Yield the servers at a name's addresses, again and again."""
+    return polled(f"DNS name {entry.dns}", lambda: look_up(entry), LOOK_UP_S)
+
+
+def look_up(entry: ServerEntry) -> tuple[Server, ...]:
+    """Return the servers at the addresses that the name has now. Raises SourceFailed."""
+    name = urlsplit(entry.dns)
+    try:
+        found = socket.getaddrinfo(name.hostname, name.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise SourceFailed(str(error)) from None
+    return servers_at(entry, name.scheme, dict.fromkeys(of_one_family(found), False), name.port)
+
+
+def of_one_family(found: Iterable[tuple[Any, ...]]) -> set[str]:
+    """Return the IPv4 addresses that `getaddrinfo` found, or the IPv6 ones where it found no others.
+
+    A server of a cluster with both families has an address of each, and is one server.
+    """
+    addresses = {(family, address[0]) for family, _, _, _, address in found}
+    families = {family for family, _ in addresses}
+    taken = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+    return {address for family, address in addresses if family == taken}
+
+
+READ_S = 1.0
+"""Seconds between two looks at the file's time and size."""
+
+
+class Line(Config):
+    """One server of a file."""
+
+    url: str = Field(min_length=1)
+    """Address of the server, as host:port or a URL."""
+    role: Role | None = None
+    """Role of the server. Default: that of the entry which names the file."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        return server_url(value)
+
+
+def read_again(entry: ServerEntry, path: Path) -> AsyncIterator[tuple[Server, ...]]:
+    """Yield the servers that the file lists, again and again."""
+    return polled(f"file {path}", ServerFile(entry, path).look, READ_S)
+
+
+class ServerFile:
+    """File of servers, which is read when it stands still after a change."""
+
+    def __init__(self, entry: ServerEntry, path: Path) -> None:
+        self._entry = entry
+        self._path = path
+        self._seen: tuple[int, ...] | None = None
+        """Inode, time and size at the last look."""
+        self._read: tuple[int, ...] | None = None
+        """The same of what was read last."""
+        self._servers: tuple[Server, ...] = ()
+
+    def look(self) -> tuple[Server, ...]:
+        """Return the servers of the file as it was when it last stood still. Raises SourceFailed."""
+        try:
+            found = os.stat(self._path)
+            now = found.st_ino, found.st_mtime_ns, found.st_size
+            before, self._seen = self._seen, now
+            if now != self._read and (self._read is None or before == now):  # else its writer may be in the middle
+                self._servers = servers_in(self._path.read_text(), self._entry)
+                self._read = now
+        except OSError as error:
+            raise SourceFailed(f"cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise SourceFailed(f"is not UTF-8: {error}") from None
+        return self._servers
+
+
+def servers_in(text: str, entry: ServerEntry) -> tuple[Server, ...]:
+    """Return the servers that a file's text lists, in its order. Raises SourceFailed."""
+    lines = [line for raw in text.splitlines() if (line := raw.partition("#")[0].strip())]
+    if not lines:
+        raise SourceFailed("is empty; a list without servers is []")
+    found: object = lines
+    if lines[0][0] in "-[{":
+        try:
+            found = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise SourceFailed(f"is not YAML: {error}") from None
+    if not isinstance(found, list):
+        raise SourceFailed("holds no list of servers")
+    return tuple(_server(number, each, entry) for number, each in enumerate(found, 1))
+
+
+def _server(number: int, said: object, entry: ServerEntry) -> Server:
+    if not isinstance(said, str | dict):
+        raise SourceFailed(f"server {number} is {said!r}, and neither a URL nor {{url, role}}")
+    try:
+        line = Line.parse({"url": said} if isinstance(said, str) else said)
+    except StartError as error:
+        raise SourceFailed(f"server {number}: {error}") from None
+    return Server(line.url, entry, line.role or entry.role)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.common import INSPECT, USE, Model, OfModel, asking, console, out_file, run
-from tandem.cli.run_cluster import run_cluster
+from tandem.cli.common import INSPECT, USE, Model, OfModel, asking, console, out_file, run, run_cluster
 
 if TYPE_CHECKING:
     from tandem.client import Target
@@ -113,9 +112,8 @@ def generate(
     receipt: ShowReceipt = False,
 ) -> None:
     """Continue a text; tokens appear as they are sampled."""
-    from tandem.cli.client.chat import make_sampling, make_structured, parse_logit_bias
-    from tandem.cli.client.generate import stream_text
-    from tandem.client.parts import picture
+    from tandem.cli.client.chat import make_sampling, make_structured, parse_logit_bias, stream_text
+    from tandem.client.options import picture
 
     structured = make_structured(
         json_schema=json_schema, json_object=json_object or None, regex=regex, grammar=grammar, choice=choice or None

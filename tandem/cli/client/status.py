@@ -12,8 +12,7 @@ from rich.text import Text
 
 from cluster.errors import Forbidden, ServiceError, Unauthenticated
 from protos import inference_pb2 as pb
-from tandem.cli.receipts import format_bytes
-from tandem.cli.tables import NamesTable, uncut
+from tandem.cli.tables import NamesTable, format_bytes, uncut
 from tandem.client import Target
 
 MAX_LINKS = 8

@@ -8,8 +8,7 @@ import typer
 from cluster.config import parse_overrides
 from cluster.errors import InvalidRequest, StartError
 from cluster.install import check_installed
-from tandem.cli.common import ACCESS, DEFAULT_ADDRESS, INSPECT, SERVE, asking, console, model_option, run
-from tandem.cli.run_cluster import serve_cluster
+from tandem.cli.common import ACCESS, DEFAULT_ADDRESS, INSPECT, SERVE, asking, console, model_option, run, serve_cluster
 
 if TYPE_CHECKING:
     from tandem.client import Target
@@ -306,7 +305,7 @@ def demo(
     """Start a router, a prefill and a decode worker, and watch concurrent requests being served."""
     check_installed("torch", "tandem demo")
     console.print("tandem demo: a router, a prefill worker and a decode worker, each a process of its own")
-    from engine.host.cpu_affinity import available_cores
+    from engine.host.cores import available_cores
     from tandem.cli.cluster.demo import run_demo
 
     run(run_demo(console, requests, model, available_cores(), routers))

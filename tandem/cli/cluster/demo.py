@@ -17,7 +17,7 @@ from cluster.errors import TandemError
 from engine.model.hub import MODEL_FILES, absolute, fetch_beside
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from tandem.cli.receipts import describe, stage_table
+from tandem.cli.tables import describe, stage_table
 from tandem.client import Client, Message
 from tandem.local.local_cluster import LocalCluster
 from tandem.progress import ProgressSteps

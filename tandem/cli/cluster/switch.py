@@ -7,8 +7,8 @@ from cluster.errors import InvalidRequest
 from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import channel
 from cluster.network.tls import TlsIdentity
-from cluster.roles import ROLES
-from planner.executors.switcher import switch_role
+from cluster.settings import ROLES
+from planner.executors import switch_role
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc

@@ -13,12 +13,11 @@ from cluster.config import read_file
 from cluster.errors import StartError
 from engine.model.hub import model_path
 from sizing.fit.memory import gb
-from sizing.fit.values import merged
-from sizing.fit.verdict import Shapes, Verdict, verdicts
+from sizing.fit.verdict import Shapes, Verdict, merged, verdicts
 from sizing.models.known_models import known_shape
 from sizing.models.model_shape import ModelShape, open_config, shape_in
 from tandem.cli.tables import NamesTable, uncut
-from workloads.errors import BadSetup, shown
+from workloads.request import BadSetup, shown
 
 NAMES = ("pool", "verdict")
 FIGURES = ("replicas", "device", "weights", "KV", "step", "reserve", "left")

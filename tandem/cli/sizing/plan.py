@@ -14,12 +14,11 @@ from rich.table import Table
 from sizing.comparison.advice import MARGIN
 from sizing.comparison.replay import Setup, roofline_of
 from sizing.plan.arithmetic import PlanFigure, sections
-from sizing.plan.check import check
 from sizing.plan.load import OfferedLoad
-from sizing.plan.search import GOAL, MODEL_ERROR, Option, Plan, plan
+from sizing.plan.search import GOAL, MODEL_ERROR, Option, Plan, check, plan
 from tandem.progress import ShareProgress
-from workloads.errors import BadSetup
 from workloads.report import finite
+from workloads.request import BadSetup
 
 
 def needed(name: str, value: float | None) -> float:

@@ -8,18 +8,17 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from cluster.process.garbage_collection import spare_the_started
+from cluster.process.memory import spare_the_started
+from sizing.calibration import LoggedFleet
 from sizing.cluster.cluster import Failure, FleetMaker
 from sizing.cluster.store import StoreSpec
 from sizing.comparison.advice import Comparison, Sample, check_seeds, sample, settle
 from sizing.comparison.plot import write_plot
 from sizing.comparison.replay import MODES, POLICIES, Mode, Policy, Scenario, Setup
 from sizing.comparison.report import advice, tables_of, write_json
-from sizing.decision_log import LoggedFleet
 from tandem.progress import ShareProgress
-from workloads.errors import BadSetup, check_above_0, shown
 from workloads.report import open_figures
-from workloads.request import TraceRequest
+from workloads.request import BadSetup, TraceRequest, check_above_0, shown
 
 _Word = TypeVar("_Word", bound=str)
 

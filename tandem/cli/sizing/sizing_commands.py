@@ -219,8 +219,7 @@ def replay_trace(
     )
     from workloads.results import Slo
     from workloads.traces.columns import parse_columns
-    from workloads.traces.reading import Trace, Window
-    from workloads.traces.swing import RateSwing
+    from workloads.traces.reading import RateSwing, Trace, Window
 
     if calibration is not None:
         theirs = {"gpu": gpu, "model": model, "tp": tp, "pp": pp, "dp": dp, "lag": lag, "block_tokens": block_tokens}
@@ -321,8 +320,8 @@ def bench(
     """
     from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
     from tandem.loadgen.frontends import Frontend, GrpcFrontend, HttpFrontend
-    from workloads.errors import check_above_0
     from workloads.profiles import profile_named
+    from workloads.request import check_above_0
     from workloads.results import Slo
     from workloads.traces.columns import parse_columns
     from workloads.traces.reading import Trace, Window

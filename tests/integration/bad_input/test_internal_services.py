@@ -17,7 +17,7 @@ from cluster.errors import (
     Unavailable,
 )
 from cluster.network.mux_stream import MuxServer, MuxStream
-from cluster.network.protocol import PROTOCOL
+from cluster.network.rpc import PROTOCOL
 from protos import decode_pb2, loans_pb2, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from support.observed_cluster import GOOD, MALFORMED, POOL_TOKENS, VOCAB, Site, decode, refusal

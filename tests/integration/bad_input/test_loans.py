@@ -10,7 +10,7 @@ import pytest
 from cluster.network.mux import Channel
 from cluster.network.mux_stream import MuxStream
 from kvcache.block_keys import block_keys, pack_tokens, root_key
-from loans.peers.wire import VERSION
+from loans.peers.connection import VERSION
 from protos import loans_pb2
 from support.observed_cluster import BLOCK, GOOD, MALFORMED, POOL_TOKENS, VOCAB, Site
 

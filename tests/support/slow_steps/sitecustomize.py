@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-COMPUTES = "engine.process.compute_thread"
+COMPUTES = "engine.process.engine_process"
 TIMES = 3
 
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backends.torch.device import staged
+from engine.backends.torch.memory import staged
 from engine.core_types import EngineSequence, SamplingParams
 
 LEAST_REPETITION_PENALTY = 1e-6

@@ -23,9 +23,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group
 from engine.backends.vllm.kv.boundaries import Boundaries, announced, withdrawn
 from engine.backends.vllm.kv.groups import KvGroups
 from kvcache.block_keys import BlockKey
-from kvcache.block_range import GroupBlock
-from kvcache.events import CacheEvent, Removed, Stored
-from kvcache.pool import NamedBlock
+from kvcache.chain import GroupBlock
+from kvcache.pool import CacheEvent, NamedBlock, Removed, Stored
 
 
 class GroupPlace(NamedTuple):

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from kvcache.block_keys import BlockKey, resume_name
-from kvcache.block_range import GroupBlock, name_of
-from kvcache.events import CacheEvent, Removed, Stored
+from kvcache.chain import GroupBlock, name_of
+from kvcache.pool import CacheEvent, Removed, Stored
 
 
 class _Tails:

@@ -21,11 +21,18 @@ from engine.backends.vllm.kv.boundaries import StoredBoundaries
 from engine.backends.vllm.kv.groups import GroupRange, KvGroups
 from engine.backends.vllm.kv.memory import KvMemory
 from kvcache.block_keys import BlockKey
-from kvcache.block_range import BlockRange, GroupBlock, chain_range
 from kvcache.cached_blocks import CachedBlocks, StoreBelow
-from kvcache.chain import Chain
+from kvcache.chain import (
+    BlockRange,
+    Chain,
+    GroupBlock,
+    chain_range,
+    leading_keys,
+    quarantine_unbound,
+    start_chain,
+    usable_keys,
+)
 from kvcache.pool import NamedBlock
-from kvcache.sequence_blocks import leading_keys, quarantine_unbound, start_chain, usable_keys
 from kvcache.store.kv_store import KvStore
 
 

@@ -13,7 +13,7 @@ from vllm.config import ECTransferConfig
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata
 from vllm.platforms import current_platform
 
-from engine.media.encoder import Embeddings
+from engine.media import Embeddings
 
 ARGUMENTS = {"ec_connector": "EmbeddingsConnector", "ec_connector_module_path": __name__}
 COMPUTED: dict[str, Embeddings] = {}

@@ -3,12 +3,12 @@
 from itertools import count
 from typing import Any
 
-from engine.backends.vllm.environment import computes_at_launch, quiet_vllm, set_environment
+from engine.backends.vllm.arguments import computes_at_launch, quiet_vllm, set_environment
 from engine.backends.vllm.settings import VllmSettings
-from engine.errors import EngineStartError, ModelRefused
-from engine.media.encoder import Embeddings, MediaEncoder, encoder_fingerprint
+from engine.core_types import EngineStartError, ModelRefused
+from engine.media import Embeddings, MediaEncoder, encoder_fingerprint
 from engine.model.model_dir import ModelDir
-from kvcache.items import Item
+from kvcache.block_keys import Item
 
 UNUSED_KV_BYTES = 64 << 20
 """KV memory on a CPU, where vLLM needs some that nothing uses."""

@@ -9,10 +9,10 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, 
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from engine.core_types import EngineSequence
-from engine.media.processor import ProcessedItem
+from engine.media import ProcessedItem
 from engine.messages.from_engine import ItemsWanted
 from engine.messages.to_engine import ItemsFetched
-from kvcache.items import Item
+from kvcache.block_keys import Item
 
 DETAIL_BYTES = 4096
 """Size up to which a tensor goes with the request. Such are the grids of patches, which decide rotary positions."""

@@ -6,7 +6,7 @@ from io import BytesIO
 
 from PIL import Image
 
-from engine.media.processor import MAX_THUMBNAIL_BYTES, MAX_THUMBNAILS, THUMBNAIL_PIXELS
+from engine.media import MAX_THUMBNAIL_BYTES, MAX_THUMBNAILS, THUMBNAIL_PIXELS
 
 log = logging.getLogger(__name__)
 

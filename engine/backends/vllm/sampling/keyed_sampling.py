@@ -20,8 +20,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor, MoveDirectionality
 
 from engine.backends.torch.sampling.sampler import is_plain, sample
-from engine.backends.vllm.sampling.native_sampling import NativeSampling
-from engine.backends.vllm.sampling.sampling import ends_of, scores_wanted
+from engine.backends.vllm.sampling.native_sampling import NativeSampling, ends_of, scores_wanted
 from engine.core_types import EngineSequence, SamplingParams
 from engine.messages.to_engine import Generate
 from engine.model.model_dir import ModelDir

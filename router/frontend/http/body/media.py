@@ -13,7 +13,7 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
 from router.frontend.http.body.fields import Model, needed, shown
-from router.frontend.http.caller import Caller
+from router.frontend.http.errors import Caller
 from router.models.media import sources_in
 from router.validation import MEDIA_KINDS, check_url
 

@@ -1,4 +1,9 @@
-"""Conversations of the Responses API that go on by `previous_response_id`, in memory or, for all routers, in Redis."""
+"""Conversations of the Responses API that go on by `previous_response_id`, in memory or, for all routers, in Redis.
+
+POST /v1/responses/input_tokens: the tokens of a response's prompt, earlier turns included.
+
+Paths below /v1/responses: GET and DELETE of {id}, GET {id}/input_items, and the refusal of all others.
+"""
 
 import asyncio
 import json
@@ -10,18 +15,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
 from google.protobuf.json_format import MessageToDict, ParseDict
+from starlette.exceptions import HTTPException
 
-from cluster.errors import InvalidRequest, Unavailable
+from cluster.errors import InvalidRequest, Unavailable, UnknownRequest
 from cluster.network.redis_link import RedisFailure, RedisLink
 from protos import inference_pb2 as pb
-from router.frontend.http.caller import Caller
-from router.frontend.http.endpoint import Hooks
-from router.frontend.http.errors import HttpRefusal
-from router.frontend.openai.responses.responses import ResponsesRequest, complete, refer
-from router.frontend.openai.responses.responses_answer import RESPONSE, ResponsesAnswer, item_id, response_of_item
+from router.admission.arrivals import Arrivals
+from router.frontend.http.body.media import named_media
+from router.frontend.http.endpoint import EndpointContext, Hooks, JsonEndpoint
+from router.frontend.http.errors import Caller, HttpRefusal, caller_of
+from router.frontend.openai.responses.responses import NAMES, ResponsesRequest, complete, read_response, refer
+from router.frontend.openai.responses.responses_answer import (
+    RESPONSE,
+    ResponsesAnswer,
+    error_form,
+    item_id,
+    response_of_item,
+)
+from router.security.api_keys import ApiKeys
 
 log = logging.getLogger(__name__)
+
+
 KEPT_S = 86_400
 """Seconds for which Redis keeps a response."""
 MAX_REFERRED = 64
@@ -234,3 +252,65 @@ def _copied(message: pb.ChatMessage) -> pb.ChatMessage:
     copied = pb.ChatMessage()
     copied.CopyFrom(message)
     return copied
+
+
+def input_token_counter(context: EndpointContext, hooks: ResponseHooks) -> JsonEndpoint[ResponsesRequest]:
+    """Return the application of the path."""
+
+    async def count(api_request: ResponsesRequest, caller: Caller) -> dict[str, Any]:
+        await hooks.before(api_request, caller)
+        (request,) = api_request.requests
+        with named_media(request.messages, api_request.media):
+            num_tokens = await context.queries.num_prompt_tokens(request, caller.principal)
+        return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+    return JsonEndpoint(context, read_response, count, error_form, NAMES)
+
+
+def add_stored_responses(app: FastAPI, store: ResponseStore, keys: ApiKeys, arrivals: Arrivals) -> None:
+    """Add the paths, whose calls are charged; errors are the application's."""
+
+    def charged(request: Request) -> str:
+        tenant = caller_of(request.headers, keys).tenant
+        arrivals.charge(tenant)
+        return tenant
+
+    async def found(request: Request) -> StoredResponse:
+        stored = await store.get(charged(request), request.path_params["name"])
+        if stored is None:
+            raise _unknown(request)
+        return stored
+
+    async def one(request: Request) -> Response:
+        return JSONResponse((await found(request)).response)
+
+    async def input_items(request: Request) -> Response:
+        items = (await found(request)).named_input_items()
+        ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
+        return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
+
+    async def delete(request: Request) -> Response:
+        name = request.path_params["name"]
+        if not await store.delete(charged(request), name):
+            raise _unknown(request)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    for path, answer, method in (
+        ("/v1/responses/{name}", one, "GET"),
+        ("/v1/responses/{name}", delete, "DELETE"),
+        ("/v1/responses/{name}/input_items", input_items, "GET"),
+    ):
+        app.router.add_route(path, answer, methods=[method])
+
+
+def refuse_other_paths(app: FastAPI) -> None:
+    """Answer 404 at all other paths, of whatever method; to be called when all paths are added."""
+
+    async def refuse(request: Request) -> Response:
+        raise HTTPException(404, "is not offered here")
+
+    app.router.add_route("/v1/responses/{path:path}", refuse, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+
+
+def _unknown(request: Request) -> UnknownRequest:
+    return UnknownRequest(f"{request.path_params['name'][:80]!r} is not kept here, or no longer", "response_id")

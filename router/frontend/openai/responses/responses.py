@@ -25,10 +25,10 @@ from router.frontend.http.body.fields import (
     typed,
 )
 from router.frontend.http.body.media import Content, Given, read_parts, set_content
-from router.frontend.http.caller import Caller
+from router.frontend.http.errors import Caller
 from router.frontend.http.generation import Generation
+from router.frontend.openai.chat import Choice, Word, is_skipped, read_tool_choice
 from router.frontend.openai.request import Retention, retention_s
-from router.frontend.openai.tool_choice import Choice, Word, is_skipped, read_tool_choice
 from router.models.output.output_plan import forces_call
 from router.validation import MAX_LOGPROBS, MAX_MESSAGES
 

@@ -1,0 +1,257 @@
+"""Discovery of routers by workers: one small interface with two backends.
+
+    static   the addresses in the worker's configuration
+    Redis    every router announces itself there, and every worker lists them
+
+A listing is a hint and never a lease: existing connections stay, whatever a listing contains.
+
+In Redis the routers are a sorted set with expiry times by the server's clock. A router announces itself every second and expires a few seconds after its last announcement. Redis may be killed, hang
+or come back empty at any time: all processes go on with what they know, and a second later the set is complete again.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Collection, Iterable
+from dataclasses import asdict, dataclass
+
+from cluster.errors import StartError
+from cluster.network.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
+
+log = logging.getLogger(__name__)
+
+
+FORGET_AFTER = 30
+"""Consecutive listings without a router, while no stream to it is open, after which it is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterEntry:
+    """A router's announcement."""
+
+    router_id: str
+    address: str
+    incarnation: str
+    """Incarnation in hexadecimal."""
+
+
+class Discovery(ABC):
+    """Interface of discovery: `start`, then `announce` and `listings`, then `withdraw` if announced, then `close`."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start.
+
+        Raises StartError for an invalid setting; an unreachable backend is retried instead.
+        """
+
+    @abstractmethod
+    def announce(self, router: RouterEntry) -> None:
+        """Announce `router` until `withdraw`, whatever happens to the backend.
+
+        Returns at once and raises nothing.
+        """
+
+    @abstractmethod
+    async def withdraw(self) -> None:
+        """Withdraw the announcement, so no worker joins any more.
+
+        Takes a second at most; an unreachable backend forgets the router by itself.
+        """
+
+    @abstractmethod
+    def listings(self) -> AsyncIterator[frozenset[str]]:
+        """Yield the addresses of all routers each time the backend answered.
+
+        Yields nothing while it does not.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release everything and end `listings`."""
+
+
+class StaticDiscovery(Discovery):
+    """Discovery of the fixed addresses in the configuration."""
+
+    def __init__(self, addresses: Iterable[str]) -> None:
+        self._addresses = frozenset(addresses)
+
+    async def start(self) -> None:
+        """Do nothing; static discovery cannot fail."""
+
+    def announce(self, router: RouterEntry) -> None:
+        """Do nothing; workers have this address in their configuration."""
+
+    async def withdraw(self) -> None:
+        """Do nothing; workers notice that the router is gone and keep trying."""
+
+    async def listings(self) -> AsyncIterator[frozenset[str]]:
+        yield self._addresses
+
+    async def close(self) -> None:
+        """Do nothing; no resource is held."""
+
+
+class Roster:
+    """Set of routers to which a worker should have a stream.
+
+    Pure.
+
+    Absence is counted in listings, not in seconds, so an unreachable backend makes no router absent.
+    """
+
+    def __init__(self, pinned: Collection[str] = (), forget_after: int = FORGET_AFTER) -> None:
+        self._pinned = frozenset(pinned)
+        self._forget_after = forget_after
+        self._absences: dict[str, int] = {}
+        """Number of listings since each address was last listed."""
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        return self._pinned.union(self._absences)
+
+    def listed(self, addresses: Collection[str], joined: Collection[str]) -> None:
+        """Process a listing; `joined` are the addresses with an open stream."""
+        for address in addresses:
+            self._absences[address] = 0
+        for address in set(self._absences).difference(addresses):
+            self._absences[address] = 0 if address in joined else self._absences[address] + 1
+            if self._absences[address] >= self._forget_after:
+                del self._absences[address]
+
+
+INTERVAL_S = 1.0
+"""Seconds between announcements, and between listings."""
+EXPIRY_S = 5.0
+"""Seconds until a router expires; several announcements may be lost before that."""
+LIMIT_S = 1.0
+REFUSED_INTERVAL_S = 5.0
+"""Seconds between attempts after Redis refused: an operator must act first."""
+
+# ARGV: milliseconds until expiry, and the router's entry; '' only lists. Returns all entries.
+_EXCHANGE = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+if ARGV[2] ~= '' then
+  redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[2])
+  redis.call('PEXPIRE', KEYS[1], ARGV[1])
+end
+return redis.call('ZRANGE', KEYS[1], 0, -1)
+"""
+_WITHDRAW = "return redis.call('ZREM', KEYS[1], ARGV[1])"
+
+
+class RedisDiscovery(Discovery):
+    """Discovery under the key CLUSTER_NAME:routers.
+
+    Used from one event loop; no request ever waits for it.
+    """
+
+    def __init__(self, url: str, cluster_name: str, interval_s: float = INTERVAL_S, expiry_s: float = EXPIRY_S) -> None:
+        """Prepare the connection.
+
+        Raises StartError for an invalid `redis_url`.
+        """
+        self._link = RedisLink(url, LIMIT_S)
+        self._key = f"{cluster_name}:routers"
+        self._interval_s = interval_s
+        self._expiry_ms = int(expiry_s * 1e3)
+        self._failure = ""
+        """Failure that was logged last; empty while Redis answers."""
+        self._entry = ""
+        self._announcing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        try:
+            await self._exchange("")
+        except RedisRefused as error:
+            raise StartError(error.field, error.reason) from None
+        except RedisAway as error:
+            self._failed(error)
+
+    def announce(self, router: RouterEntry) -> None:
+        assert self._announcing is None
+        self._entry = json.dumps(asdict(router), sort_keys=True)
+        self._announcing = asyncio.ensure_future(self._announce())
+
+    async def withdraw(self) -> None:
+        if self._announcing is None:
+            return
+        self._announcing.cancel()
+        await asyncio.gather(self._announcing, return_exceptions=True)
+        self._announcing = None
+        try:
+            await self._link.run(_WITHDRAW, [self._key], [self._entry])
+        except RedisFailure as error:
+            log.info("this router's entry in Redis was not removed and expires by itself: %s", error)
+
+    async def listings(self) -> AsyncIterator[frozenset[str]]:
+        while True:
+            entries = await self._try_exchange("")
+            if entries is not None:
+                yield frozenset(router.address for router in entries)
+            await self._pause()
+
+    async def close(self) -> None:
+        if self._announcing is not None:
+            self._announcing.cancel()
+            await asyncio.gather(self._announcing, return_exceptions=True)
+        with contextlib.suppress(OSError):
+            await self._link.close()
+
+    async def _announce(self) -> None:
+        while True:
+            await self._try_exchange(self._entry)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Sleep with jitter, so that a fleet that lost Redis together does not return together."""
+        mean_s = REFUSED_INTERVAL_S if self._failure.startswith("refused") else self._interval_s
+        await asyncio.sleep(mean_s * random.uniform(0.8, 1.2))
+
+    async def _try_exchange(self, entry: str) -> list[RouterEntry] | None:
+        """Return the entries, or None when Redis did not answer or refused."""
+        try:
+            entries = await self._exchange(entry)
+        except RedisFailure as error:
+            self._failed(error)
+            return None
+        if self._failure:
+            log.warning("discovery works again: Redis at %s answers", self._link.where)
+            self._failure = ""
+        return entries
+
+    async def _exchange(self, entry: str) -> list[RouterEntry]:
+        reply: list[str] = await self._link.run(_EXCHANGE, [self._key], [self._expiry_ms, entry])
+        return [router for text in reply if (router := _read_entry(text)) is not None]
+
+    def _failed(self, error: RedisFailure) -> None:
+        """Log each kind of failure once."""
+        kind = "refused" if isinstance(error, RedisRefused) else "away"
+        if self._failure != kind:
+            log.warning("discovery does not work, the routers known so far are kept: %s", error)
+            self._failure = kind
+
+
+def _read_entry(text: str) -> RouterEntry | None:
+    """Return the parsed entry, or None for an entry that no router of this version wrote."""
+    try:
+        entry = RouterEntry(**json.loads(text))
+    except (TypeError, ValueError):
+        log.info("ignored an entry in Redis that does not describe a router: %.200s", text)
+        return None
+    return entry if all(isinstance(value, str) and value for value in asdict(entry).values()) else None
+
+
+def open_discovery(redis_url: str, cluster_name: str, addresses: Iterable[str] = ()) -> Discovery:
+    """Return Redis discovery when `redis_url` is set, otherwise static discovery of `addresses`. Raises StartError."""
+    if not redis_url:
+        return StaticDiscovery(addresses)
+    # Imported here because the Redis client costs a fifth of a worker's start.
+
+    return RedisDiscovery(redis_url, cluster_name)

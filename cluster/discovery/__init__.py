@@ -1,1 +1,0 @@
-"""Discovery of routers by the processes that join them."""

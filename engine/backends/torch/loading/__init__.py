@@ -1,1 +1,0 @@
-"""Loading of models: checkpoints, adapters, quantised layers and the shards of ranks."""

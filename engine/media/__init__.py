@@ -1,1 +1,0 @@
-"""Pictures, sounds and videos in prompts: items, and the interfaces of what makes them ready and encodes them."""

@@ -1,1 +1,0 @@
-"""Loans from the store that workers share."""

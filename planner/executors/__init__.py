@@ -1,1 +1,0 @@
-"""Executors, which carry out the planner's desired sizes."""

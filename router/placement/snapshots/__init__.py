@@ -1,1 +1,0 @@
-"""Inputs of a decision as they were, in memory and as JSON."""

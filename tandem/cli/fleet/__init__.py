@@ -1,1 +1,0 @@
-"""Commands that serve by stock servers."""
