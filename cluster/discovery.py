@@ -5,8 +5,9 @@
 
 A listing is a hint and never a lease: existing connections stay, whatever a listing contains.
 
-In Redis the routers are a sorted set with expiry times by the server's clock. A router announces itself every second and expires a few seconds after its last announcement. Redis may be killed, hang
-or come back empty at any time: all processes go on with what they know, and a second later the set is complete again.
+In Redis the routers are a sorted set with expiry times by the server's clock. A router
+announces itself every second and expires a few seconds after its last announcement. Redis may be killed, hang or come
+back empty at any time: all processes go on with what they know, and a second later the set is complete again.
 """
 
 import asyncio

@@ -6,10 +6,10 @@ docs/metrics.md lists all.
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_asgi_app
 
+from cluster.config import MetricsSettings
 from cluster.errors import StartError
 from cluster.network.http_server import HttpServer
 from cluster.network.tls import Credentials, File
-from cluster.settings import MetricsSettings
 
 LATENCY_S = (
     *(

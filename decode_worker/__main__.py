@@ -1,7 +1,4 @@
-"""`python -m decode_worker`, see `program.py`.
-
-`python -m decode_worker --config FILE --set key=value`: one decode worker until SIGTERM.
-"""
+"""`python -m decode_worker --config FILE --set key=value`: one decode worker until SIGTERM."""
 
 import sys
 

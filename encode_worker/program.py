@@ -16,8 +16,7 @@ from cluster.logs import set_up
 from cluster.metrics import MetricsServer, new_registry
 from cluster.network.rpc import Channels, Server
 from cluster.network.tls import member_of
-from cluster.process.drain import Drain
-from cluster.process.life import Addresses, SignalledRole, run_role
+from cluster.process.life import Addresses, Drain, SignalledRole, run_role
 from encode_worker.child_encoder import ChildEncoder
 from encode_worker.config import EncoderConfig
 from encode_worker.service import NAME, EncodeService

@@ -10,7 +10,7 @@ from cluster.errors import Draining, Incompatible, InvalidRequest, ServiceError
 from cluster.logs import request_id
 from cluster.network.error_status import end_call
 from cluster.network.rpc import Channels
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from encode_worker.child_encoder import ChildEncoder
 from engine.media import Embeddings
 from kvcache.block_keys import IDENTIFIER_BYTES, Item

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Literal, NamedTuple
 
 from cluster.errors import StartError
-from kvcache.chain import Chain
+from kvcache.kv_view import Chain
 
 
 class FinishReason(Enum):

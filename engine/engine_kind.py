@@ -14,7 +14,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from cluster.settings import Role
+from cluster.config import Role
 from engine.core_types import EngineStartError
 from engine.model.hub import MODEL_FILES, RepositoryFiles
 from engine.settings import CommonSettings

@@ -7,13 +7,12 @@ from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from cluster.config import Config
-from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings, Role
+from cluster.config import Config, DiscoverySettings, HealthSettings, LogSettings, MetricsSettings, Role
 from engine.core_types import GpuDevice, StepBudget
 from engine.host.cores import num_available
 from engine.model.hub import ModelPath
 from kvcache.store.block_store import BUFFER_BYTES
-from kvcache.store.settings import StoreSettings
+from kvcache.store.kv_store import StoreSettings
 from kvtransfer.ranks import MAX_RANKS
 
 BATCH_TOKENS_ON_CPU = 2048

@@ -4,8 +4,6 @@ With them come their fingerprints, the pins, the stores below the pool, the chan
 statistics of lookups.
 
 Restore or recompute: measured speeds of computing prompts and of restoring blocks, and how often a lookup pays.
-
-Pure.
 """
 
 import math

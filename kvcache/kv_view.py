@@ -1,11 +1,186 @@
-"""Protocol of an engine's KV as requests and loans use it. Each engine has its own, over a pool of its own."""
+"""Protocol of an engine's KV as requests and loans use it. Each engine has its own, over a pool of its own.
+
+A token chain whose KV is in blocks of a pool.
+
+Blocks that a chain needs up to a boundary, in the order in which a loan brings them.
+
+A *boundary* is a number of leading blocks of a chain after which a request can go on. With one KV group a boundary
+needs every block before it, so a block range is the chain itself. With several groups (sliding windows, recurrent
+states) it needs all blocks of full attention, the last ones of each window, and one state;
+`engine/backends/vllm/kv/groups.py` knows which.
+
+Steps in the life of a sequence's blocks that are equal for every engine's pool.
+"""
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
 
-from kvcache.block_keys import BlockKey
+from kvcache.block_keys import KEY_BYTES, BlockKey, Item, block_keys
 from kvcache.cached_blocks import CachedBlocks, StoreBelow
-from kvcache.chain import BlockRange, Chain
+from kvcache.pool import KvPool
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Chain:
+    """A token chain whose KV is computed here, or comes from elsewhere.
+
+        token_ids   [0 ........ num_prompt ........ num_tokens)
+        KV          [0 .. num_computed)                          in `blocks`
+        named       [0 .. num_published blocks)                  in `keys`
+
+    `num_prompt` counts given tokens. A chain that is nothing else has no output: its KV is computed for a loan.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt: int
+    root: BlockKey
+    priority: int
+    arrival: int
+    blocks: list[int] = field(default_factory=list)
+    num_reserved: int = 0
+    num_computed: int = 0
+    keys: list[BlockKey] = field(default_factory=list)
+    turn: int = 0
+    """Position among chains that wait for their next token; a lower one waits longer. See
+    `engine/core/engine_core.py`."""
+    adapter: bytes = b""
+    """Fingerprint of the LoRA adapter that computes it; empty for none."""
+    hedged: bool = False
+    """Whether it is computed although its loan is open, because the lender is silent."""
+    tail: tuple[int, ...] = ()
+    """Tokens after the last one, where a chain without output has them. Draft layers make the KV of a token from the
+    one after it, and an item may go on."""
+    items: tuple[Item, ...] = ()
+    """Items among its tokens, in order of their places; the last one may end in `tail`."""
+    held_at: int | None = None
+    """Number of leading tokens that a hedged chain may compute: blocks after them are being read."""
+    given_keys: tuple[BlockKey, ...] = ()
+    """Keys of its first full blocks that came with the request, so that they need no hashing here."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_tokens_with_items(self) -> int:
+        """Number of its tokens, with all tokens of an item that ends in `tail`."""
+        return max(len(self.token_ids), self.items[-1].end) if self.items else len(self.token_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Number of tokens whose KV is not computed yet and may be computed now."""
+        return max(0, len(self.token_ids) - self.num_computed)
+
+    @property
+    def num_reusable(self) -> int:
+        """Number of leading tokens whose KV may come from elsewhere, because their logits are not needed here."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRange:
+    """Blocks from one boundary of a chain to a later one. Both ends of a loan compute it from the same keys.
+
+    Positions count its blocks: those of the first boundary are [0, start), those to be brought [start, len(names)).
+    """
+
+    first: int
+    """Boundary at which it begins, in blocks of the chain."""
+    end: int
+    """Boundary at which it ends, in blocks of the chain."""
+    start: int
+    """Number of blocks that the first boundary needs."""
+    names: list[BlockKey]
+    """Names by position."""
+
+    def cut(self, end: int) -> "BlockRange":
+        """Return the range to the earlier boundary `end`."""
+        return BlockRange(self.first, end, self.start, self.names[:end])
+
+    def num_chain_blocks(self, first: int, end: int) -> int:
+        """Return how many blocks of the chain positions [first, end) are; each counts once, whatever its groups."""
+        return end - first
+
+
+def chain_range(keys: Sequence[BlockKey], first: int, end: int) -> BlockRange:
+    """Return a range of a chain with one KV group."""
+    return BlockRange(first, end, first, list(keys[:end]))
+
+
+class GroupBlock(NamedTuple):
+    """Block of a chain in one group."""
+
+    end: int
+    """Number of keys up to and with its own."""
+    group: int
+    key: BlockKey
+    """Key of the chain at its end."""
+    name: BlockKey
+    before: BlockKey
+    """Key at the end of the group's block before it; empty for the first one."""
+
+
+@lru_cache(maxsize=1 << 16)
+def name_of(key: BlockKey, group: int) -> BlockKey:
+    """Return the name of a block of another group than the chain's."""
+    return blake2b(key, digest_size=KEY_BYTES, person=b"group %d" % group).digest()
+
+
+def usable_keys(sequence: Chain, block_tokens: int) -> list[BlockKey]:
+    """Return the keys of a sequence's full blocks that may come from elsewhere: not those whose logits are needed."""
+    return leading_keys(sequence, sequence.num_reusable // block_tokens, block_tokens)
+
+
+def leading_keys(sequence: Chain, num_blocks: int, block_tokens: int) -> list[BlockKey]:
+    """Return the keys of a sequence's first full blocks, of which those that came with the request are not hashed."""
+    given = list(sequence.given_keys[:num_blocks])
+    start, end = len(given) * block_tokens, num_blocks * block_tokens
+    parent = given[-1] if given else sequence.root
+    return given + block_keys(parent, sequence.token_ids[start:end], block_tokens, sequence.items, start)
+
+
+def belongs(
+    keys: Sequence[BlockKey], root: BlockKey, token_ids: Sequence[int], block_tokens: int, items: Sequence[Item]
+) -> bool:
+    """Return whether keys that came from elsewhere are of this root; the first tells, since each has its parent's."""
+    return not keys or block_keys(root, token_ids[:block_tokens], block_tokens, items) == [keys[0]]
+
+
+def start_chain(cached: CachedBlocks, sequence: Chain, keys: Sequence[BlockKey], num_total_blocks: int) -> bool:
+    """Give `sequence` the cached blocks of a chain and reserve the rest; return False when they do not fit now."""
+    pool = cached.pool
+    hits = pool.match(keys)
+    if not pool.reserve_with(hits, num_total_blocks - len(hits)):
+        if not cached.pins.give_way(num_total_blocks):
+            return False
+        hits = pool.match(keys)
+        if not pool.reserve_with(hits, num_total_blocks - len(hits)):
+            return False
+    sequence.blocks = list(hits)
+    sequence.keys = list(keys[: len(hits)])
+    sequence.num_reserved = num_total_blocks - len(hits)
+    sequence.num_computed = len(hits) * cached.layout.block_tokens
+    return True
+
+
+def quarantine_unbound(pool: KvPool, sequence: Chain, indices: Sequence[int], replace: bool) -> bool:
+    """Quarantine the sequence's blocks at chain `indices`; with `replace`, give it others in their place.
+
+    Returns False where there are no others: the chain has holes then.
+    """
+    lost = [sequence.blocks[index] for index in indices]
+    replaced = replace and pool.reserve_with((), len(lost))
+    if replaced:
+        for index, block in zip(indices, pool.allocate(len(lost)), strict=True):
+            sequence.blocks[index] = block
+    else:
+        sequence.blocks = [block for block in sequence.blocks if block not in lost]
+    pool.quarantine(lost)
+    return replaced
 
 
 class KvView(Protocol):

@@ -15,9 +15,8 @@ from typing import Any
 
 from cluster.logs import of
 from kvcache.block_keys import begun_items
-from kvcache.chain import Chain
 from kvcache.kv_stats import LOCAL, REMOTE, STORE
-from kvcache.kv_view import KvView
+from kvcache.kv_view import Chain, KvView
 from kvtransfer.errors import TransferError
 from kvtransfer.ranks import RankGrid
 from loans.borrower import (
@@ -38,11 +37,10 @@ from loans.borrower import (
     Release,
     Started,
 )
-from loans.loan import BorrowRequest, Post, Quarantined, ReadCompletion, TakenLoan
+from loans.loan import BorrowRequest, LenderSource, LoanSource, Post, Quarantined, ReadCompletion, TakenLoan
 from loans.network import Blocks, Lender, Lent, LoanNetwork, Want
 from loans.network import Started as LoanStarted
 from loans.reads.block_reads import LocalRank, Rank, RemoteRank
-from loans.sources import LenderSource, LoanSource
 from loans.store import StoreLoans, StoreSource
 
 log = logging.getLogger(__name__)

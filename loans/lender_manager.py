@@ -8,9 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 from cluster.logs import of
 from kvcache.block_keys import BlockKey, Item, begun_items, items_fault
-from kvcache.chain import BlockRange, Chain, belongs
 from kvcache.kv_stats import POOL
-from kvcache.kv_view import KvView
+from kvcache.kv_view import BlockRange, Chain, KvView, belongs
 from loans.borrower_manager import BorrowerManager
 from loans.lender import (
     Action,

@@ -23,9 +23,8 @@ from kvcache.kv_stats import LOCAL, STORE
 from kvcache.kv_view import KvView
 from kvcache.store.kv_store import Fetched
 from loans.borrower import Announced, Event, Failed, Shortened, Started
-from loans.loan import BorrowRequest, Post, TakenLoan
+from loans.loan import BorrowRequest, LoanSource, Post, RankCopies, RankQuiet, TakenLoan, WriteBlock
 from loans.reads.block_reads import LocalRank, RankRead, ReadProgress, RemoteRank
-from loans.sources import LoanSource, RankCopies, RankQuiet, WriteBlock
 
 FETCHES_AHEAD = 3
 

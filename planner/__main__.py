@@ -1,7 +1,4 @@
-"""`python -m planner`, see `program.py`.
-
-`python -m planner --config FILE --set key=value`: sizes pools until SIGTERM.
-"""
+"""`python -m planner --config FILE --set key=value`: sizes pools until SIGTERM."""
 
 import sys
 

@@ -17,10 +17,9 @@ Invariants of all desired sizes, whatever is observed (`tests/unit/test_planner_
 
 from dataclasses import dataclass, replace
 
-from cluster.settings import ROLES, Role
+from cluster.config import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
-from planner.estimates import Estimates, decode_is_full, load_of, streams_per_worker
-from planner.observation import Observation
+from planner.estimates import Estimates, Observation, decode_is_full, load_of, streams_per_worker
 
 BUSY = 0.6
 """Busy share below which more workers would not help, whatever misses the SLO."""

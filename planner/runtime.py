@@ -12,6 +12,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import Field, PositiveFloat
 
+from cluster.config import ROLES, DiscoverySettings, HealthSettings, LogSettings, MetricsSettings, Role
 from cluster.discovery import Discovery, Roster, open_discovery
 from cluster.errors import ServiceError, StartError, TandemError, Unavailable
 from cluster.metrics import MetricsServer, new_registry
@@ -19,10 +20,9 @@ from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import Server, channel
 from cluster.network.tls import TlsIdentity, member_of
 from cluster.process.life import Addresses, SignalledRole
-from cluster.settings import ROLES, DiscoverySettings, HealthSettings, LogSettings, MetricsSettings, Role
 from planner.config import PolicyConfig
+from planner.estimates import Observation, Tallies, counters_of, observe
 from planner.executors import Executor, ExecutorFailed, KubernetesConfig, KubernetesExecutor, NoExecutor, Switcher
-from planner.observation import Observation, Tallies, counters_of, observe
 from planner.policy import DesiredSizes, PolicyState, decide
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb

@@ -1,7 +1,4 @@
-"""`python -m prefill_worker`, see `program.py`.
-
-`python -m prefill_worker --config FILE --set key=value`: one prefill worker until SIGTERM.
-"""
+"""`python -m prefill_worker --config FILE --set key=value`: one prefill worker until SIGTERM."""
 
 import sys
 

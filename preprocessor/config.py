@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from cluster.config import Config
-from cluster.settings import HealthSettings, LogSettings, MetricsSettings
+from cluster.config import Config, HealthSettings, LogSettings, MetricsSettings
 from engine.config import WorkerConfig
 from engine.model.hub import ModelPath, model_name
 from engine.settings import PLUGIN_NAME

@@ -14,8 +14,7 @@ from prometheus_client.registry import Collector
 from cluster.metrics import MetricsServer, new_registry
 from cluster.network.rpc import MAX_MESSAGE_BYTES, Server
 from cluster.network.tls import member_of
-from cluster.process.drain import Drain
-from cluster.process.life import Addresses, SignalledRole
+from cluster.process.life import Addresses, Drain, SignalledRole
 from engine.model.hub import CONFIG_FILES, fetch_beside
 from preprocessor.blobs import BlobStore
 from preprocessor.children import Children

@@ -14,7 +14,7 @@ from cluster.errors import Draining, InvalidRequest, ServiceError, UnknownModel
 from cluster.fair_turns import FairTurns
 from cluster.logs import request_id
 from cluster.network.error_status import end_call
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from engine.media import MediaInput, MediaKind
 from kvcache.block_keys import IDENTIFIER_BYTES
 from preprocessor.blobs import BlobStore, Lease, Shares

@@ -1,7 +1,4 @@
-"""`python -m router`, see `program.py`.
-
-`python -m router --config FILE --set key=value`: one router until SIGTERM.
-"""
+"""`python -m router --config FILE --set key=value`: one router until SIGTERM."""
 
 import sys
 

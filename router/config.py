@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
+from cluster.config import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
 from router.admission.config import AdmissionConfig
 from router.batches.config import BatchesConfig
 from router.models.config import ModelsConfig

@@ -14,8 +14,7 @@ from cluster.install import needing
 from cluster.metrics import MetricsServer, new_registry
 from cluster.network.rpc import Server
 from cluster.network.tls import Credentials, MemberIdentity
-from cluster.process.drain import Drain
-from cluster.process.life import Addresses, SignalledRole
+from cluster.process.life import Addresses, Drain, SignalledRole
 from cluster.process.loop_watch import watch_loop
 from protos import membership_pb2_grpc as pb_grpc
 from router.admission.arrivals import Arrivals

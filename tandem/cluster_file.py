@@ -12,8 +12,6 @@ ray: {strategy: SPREAD, decode: {num_gpus: 1}}
 planner: {prefill: {max_workers: 4}, decode: {max_workers: 8}, switch: true}
 
 Preprocessor and encode workers of a cluster file: their settings, and the addresses that they and routers get.
-
-Pure.
 """
 
 import asyncio
@@ -23,9 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.config import read_file, unknown_key
+from cluster.config import LogSettings, TlsSettings, read_file, unknown_key
 from cluster.errors import StartError
-from cluster.settings import LogSettings, TlsSettings
 from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from engine.core_types import EngineStartError

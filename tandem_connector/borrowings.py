@@ -17,7 +17,7 @@ from typing import Any
 
 from cluster.logs import of
 from kvcache.block_keys import BlockKey
-from kvcache.chain import Chain
+from kvcache.kv_view import Chain
 from loans.borrower_manager import BorrowerManager
 from loans.loan import BorrowRequest, KvAccount
 from loans.network import Lender, Peer

@@ -24,7 +24,7 @@ from engine.backends.vllm.kv.memory import KvMemory
 from engine.core_types import EngineStartError
 from engine.model.hub import read_adapters
 from kvcache.block_keys import IDENTIFIER_BYTES, BlockKey, Item, block_keys, items_fault, root_key
-from kvcache.chain import Chain
+from kvcache.kv_view import Chain
 
 log = logging.getLogger(__name__)
 

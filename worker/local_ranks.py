@@ -14,9 +14,8 @@ from typing import Any
 
 import uvloop
 
-from cluster.config import secrets_of, to_overrides
+from cluster.config import Role, secrets_of, to_overrides
 from cluster.launch import launch
-from cluster.settings import Role
 from engine.config import WorkerConfig
 from engine.process.assembly import die_with_parent
 from engine.process.spec import LOCAL_RANK

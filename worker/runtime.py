@@ -12,16 +12,15 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
+from cluster.config import ON_WIRE, Role
 from cluster.discovery import Discovery, open_discovery
 from cluster.errors import Draining, TandemError
 from cluster.metrics import MetricsServer, new_registry
 from cluster.network.mux_stream import MuxServer
 from cluster.network.rpc import PROTOCOL, Server
 from cluster.network.tls import MemberIdentity, member_of
-from cluster.process.drain import Drain
-from cluster.process.life import Addresses
+from cluster.process.life import Addresses, Drain
 from cluster.process.loop_watch import watch_loop
-from cluster.settings import ON_WIRE, Role
 from engine.config import WorkerConfig
 from engine.core_types import ModelRefused, Pooler
 from engine.messages.from_engine import Ready

@@ -17,11 +17,10 @@ from rich.progress import Progress, TimeElapsedColumn
 from bench.support.report import Bar, percentile
 from kvcache.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import membership_pb2 as pb
-from router.placement.affinity import session_of
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import WorkerRecord
-from router.placement.rates import Priors
+from router.placement.rates import Priors, session_of
 
 NUM_PREFILL = NUM_DECODE = 64
 BLOCK_TOKENS, BLOCK_BYTES = 16, 192 << 10

@@ -19,7 +19,7 @@ import uvloop
 from bench.router.decisions import quantiles_ms
 from bench.router.picker_load import NUM_FAMILIES, body_of
 from cluster.metrics import new_registry
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from cluster.process.memory import spare_the_started
 from kvcache.block_keys import BlockKey
 from protos import inference_pb2
@@ -40,10 +40,9 @@ from router.request_path.accounting import Accounting
 from router.request_path.observation import Observer
 from router.runtime import SWITCH_S, serve_models
 from router.security.api_keys import ApiKeys
-from router.stock.facts import ServerFacts
+from router.stock.facts import ServerAccess, ServerApi, ServerFacts
 from router.stock.link import StockLink
 from router.stock.member import hello_of
-from router.stock.server_api import ServerAccess, ServerApi
 from router.stock.sources.servers import Server
 from router.usage import MemoryLedger
 from tandem.storyteller import STORYTELLER

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings, TlsSettings
+from cluster.config import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings, TlsSettings
 from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from engine.engine_kind import BUILT_IN, kind_of

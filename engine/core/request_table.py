@@ -16,9 +16,8 @@ from engine.messages.to_engine import Generate
 from engine.model_runner import ModelInfo
 from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, without_tail
 from kvcache.block_keys import BlockKey, root_key
-from kvcache.chain import belongs
 from kvcache.kv_stats import POOL
-from kvcache.kv_view import KvView
+from kvcache.kv_view import KvView, belongs
 from kvcache.pins import Retention
 from loans.borrower_manager import BorrowerManager
 from loans.loan import BorrowRequest, KvAccount

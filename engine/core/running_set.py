@@ -4,12 +4,12 @@ A *running* sequence may be computed and holds blocks for all its computed token
 waits. A borrowing one holds blocks and is neither: it is added by `run` when its loan is over. A running sequence with
 nothing to compute is about to be forked (`engine/sampling/parallel_sampling.py`).
 
-The policy is pure. A request is admitted with blocks for its prompt and some of its output, so it may need more later. When none is
-available, requests are preempted: they give all blocks back and wait to be computed again. The bound on that wait rests
-on the oldest request, the first arrival among those that are not borrowing. It is never preempted, and if it was
-preempted before it became the oldest, it restarts at once, at the cost of others. So it gets each of its tokens within
-the scheduler's `max_wait_steps`, and when it is over the next one is the oldest. A request gets its first token, and
-each next one, within
+The policy is pure. A request is admitted with blocks for its prompt and some of its output, so it may need more later.
+When none is available, requests are preempted: they give all blocks back and wait to be computed again. The bound on
+that wait rests on the oldest request, the first arrival among those that are not borrowing. It is never preempted, and
+if it was preempted before it became the oldest, it restarts at once, at the cost of others. So it gets each of its
+tokens within the scheduler's `max_wait_steps`, and when it is over the next one is the oldest. A request gets its first
+token, and each next one, within
 
     max_wait_steps * (1 + sum over those that arrived before it of (1 + tokens they may still sample))   steps
 

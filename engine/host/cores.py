@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.settings import ROLES, Role
+from cluster.config import ROLES, Role
 from engine.core_types import EngineStartError
 
 log = logging.getLogger(__name__)

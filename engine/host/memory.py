@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.config import Role
 from cluster.process.life import descendants
-from cluster.settings import Role
 from engine.core_types import EngineStartError
 from kvtransfer.hardware.main_memory import CGROUP, cgroup_memory, check_fits
 from kvtransfer.memory_file import MemoryFile

@@ -20,7 +20,7 @@ from engine.messages.from_engine import FromEngine
 from engine.model_runner import ModelRunner
 from engine.process.spec import EngineSpec
 from engine.settings import step_budget
-from kvcache.store.opening import open_stores
+from kvcache.store.local import open_stores
 from kvtransfer.hardware.topology import use_nearest_nics
 from kvtransfer.registry import open_transport
 from kvtransfer.transport import Transport

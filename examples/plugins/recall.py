@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.settings import Role
+from cluster.config import Role
 from engine.config import WorkerConfig
 from engine.core_types import Chunk, EngineStartError, SampleResult
 from engine.model.model_dir import ModelDir

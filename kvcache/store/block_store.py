@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 from kvcache.block_keys import BlockKey
 from kvcache.layout import Allocate, private_rows
 from kvcache.pool import CacheEvent, Removed, Stored
-from kvcache.store.kv_store import Fetched, KvStore, PlaceUse
-from kvcache.store.objects import (
+from kvcache.store.kv_store import (
+    Fetched,
+    KvStore,
     LocalObjects,
     ObjectFormat,
     ObjectMissing,
     ObjectRefused,
     Objects,
+    PlaceUse,
     StoredBlock,
     StoreError,
 )

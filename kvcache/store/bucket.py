@@ -19,7 +19,7 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.store.objects import ObjectMissing, Objects, ReadFailure, StoreError
+from kvcache.store.kv_store import ObjectMissing, Objects, ReadFailure, StoreError
 from kvtransfer.ucx.nixl_lane import module
 
 BACKEND = "OBJ"

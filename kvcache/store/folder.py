@@ -21,8 +21,7 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.store.kv_store import PlaceUse
-from kvcache.store.objects import LocalObjects, ObjectMissing, ReadFailure, StoreError
+from kvcache.store.kv_store import LocalObjects, ObjectMissing, PlaceUse, ReadFailure, StoreError
 
 COUNT_EVERY_S = 5.0
 COUNTING_SHARE = 0.05

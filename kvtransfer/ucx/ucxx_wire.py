@@ -1,7 +1,5 @@
 """Messages between the two sides of the `ucxx` transport on their control connection.
 
-Pure.
-
     borrower                     lender
     Hello  ──────────────────▶          the incarnation it means, and the address of its UCX worker
            ◀────────────────── Welcome  the same, of the lender

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvcache.block_keys import BlockKey
 from router.admission import refusals
 from router.admission.config import AdmissionConfig
-from router.admission.limits.rate_limiter import RateLimiter, TokenBucket
+from router.admission.limits.tenant_limits import RateLimiter, TokenBucket
 from router.admission.queues import ClassQueue, WaitForecast
 from router.admission.refusals import Refusal
 from router.admission.request import QueuedRequest, RequestInfo, cost_of

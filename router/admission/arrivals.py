@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from cluster.errors import Overloaded, ServiceError
 from cluster.process.memory import MemoryTrim
 from router.admission.config import AdmissionConfig
-from router.admission.limits.rate_limiter import TokenBucket
-from router.admission.limits.tenant_limits import Shares, TenantLimits
+from router.admission.limits.tenant_limits import Shares, TenantLimits, TokenBucket
 from router.admission.refusals import Refusal
 
 PROMPT_REFUSALS_PER_S = 20

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvcache.block_keys import BlockKey
 from router.admission.admission import Admission, Outcome, Started
 from router.admission.config import AdmissionConfig
-from router.admission.limits.rate_limiter import RateLimiter
+from router.admission.limits.tenant_limits import RateLimiter
 from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet

@@ -1,7 +1,5 @@
 """Queues of waiting requests: per tenant within priority classes, served by deficit round robin.
 
-Pure.
-
 Forecast of waits, from recent starts while others waited.
 
 Pure.

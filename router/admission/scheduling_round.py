@@ -6,7 +6,7 @@ Pure.
 from dataclasses import dataclass, field
 
 from router.admission.config import AdmissionConfig
-from router.admission.limits.rate_limiter import RateLimiter
+from router.admission.limits.tenant_limits import RateLimiter
 from router.admission.queues import ClassQueue, TenantQueue
 from router.admission.request import QueuedRequest
 from router.admission.workers.capacity import Capacity, LenderLoad, Queues, Reservations

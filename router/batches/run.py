@@ -14,7 +14,7 @@ from typing import Any
 from cluster import logs
 from cluster.errors import ServiceError
 from cluster.fair_turns import FairTurns
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from router.batches.claims.claims import Claim
 from router.batches.lines.input_check import InputLimits, check_input, lines_of
 from router.batches.lines.line import Handle, LineRequest, Parse, answered, read_line

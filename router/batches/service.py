@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cluster.errors import StartError
 from cluster.fair_turns import FairTurns
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from router.batches.claims.claims import Claims, LockClaims
 from router.batches.config import BatchesConfig
 from router.batches.lines.input_check import InputLimits

@@ -18,15 +18,15 @@ from cluster.errors import Draining, InvalidRequest, ServiceError, Unavailable
 from cluster.fair_turns import FairTurns
 from cluster.logs import from_metadata, traceparent
 from cluster.network.error_status import end_call
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals, RefusalPace
 from router.frontend.batch import generate_batch
 from router.membership.status import cluster_status
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
-from router.observability.decision_history import candidate_of, compared, num_shown, to_response
 from router.observability.decision_log import Samples
+from router.observability.recent_requests import candidate_of, compared, num_shown, to_response
 from router.request_path.late_messages import joined
 from router.request_path.parsed_stream import generate_parts
 from router.request_path.preprocess import tenant_of

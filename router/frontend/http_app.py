@@ -1,7 +1,7 @@
 """The router's HTTP port: the paths of all APIs and the console, behind one check of keys.
 
-The web server's own errors have OpenAI's form. The OpenAPI description is made of the structs that bodies are read into.
-Imported only where there is such a port: FastAPI takes a fifth of a router's start.
+The web server's own errors have OpenAI's form. The OpenAPI description is made of the structs that bodies are read
+into. Imported only where there is such a port: FastAPI takes a fifth of a router's start.
 """
 
 import time
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import InvalidRequest, ServiceError, UnknownModel
 from cluster.network.tls import Credentials
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from router.admission.arrivals import Arrivals
 from router.batches.service import Batches
 from router.config import RouterConfig
@@ -36,7 +36,7 @@ from router.frontend.http.errors import Caller, ErrorAnswer, caller_of, error_an
 from router.frontend.http.server import OpenAiServer, guarded, open_to_pages
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
 from router.frontend.openai.chat import read_chat
-from router.frontend.openai.completions import read_completion
+from router.frontend.openai.completions import detokenizer_endpoint, read_completion, tokenizer_endpoint
 from router.frontend.openai.embeddings import (
     ClassifyAnswer,
     EmbeddingRequest,
@@ -62,7 +62,6 @@ from router.frontend.openai.responses.response_store import (
 from router.frontend.openai.responses.responses import read_response
 from router.frontend.openai.responses.responses_answer import ResponsesAnswer
 from router.frontend.openai.responses.responses_answer import error_form as responses_error_form
-from router.frontend.openai.tokens import detokenizer_endpoint, tokenizer_endpoint
 from router.frontend.openai_files.lines import line_handler
 from router.frontend.openai_files.media_files import UploadedMedia
 from router.frontend.openai_files.opening import open_batches

@@ -33,7 +33,7 @@ from cluster.errors import InvalidRequest, NotConfigured, Overloaded, StartError
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from router.models.media import ReadyMedia
-from router.observability.decision_history import Entry, Placement, Refused
+from router.observability.recent_requests import Entry, Placement, Refused
 from router.placement.snapshots import read_recorded, recorded
 from router.prepared_request import PreparedRequest
 from router.security.api_keys import Principal

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.placement.affinity import MOST_S, reduction_s
 from router.placement.demand import Alternative, Candidate
 from router.placement.pairs import KINDS, DecodeWorkers, Inputs, Kind, Pairs, position
-from router.placement.rates import Floats, Ints
+from router.placement.rates import MOST_S, Floats, Ints, reduction_s
 from router.placement.terms import Term, delay_terms, ttft_terms
 
 FEW = 5

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvcache.block_keys import BlockKey
-from router.placement.affinity import NO_SESSION, SessionKey
 from router.placement.learning.output_lengths import SHARE, OutputKey
+from router.placement.rates import NO_SESSION, SessionKey
 
 
 @dataclass(frozen=True, slots=True)

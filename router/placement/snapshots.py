@@ -1,10 +1,6 @@
 """Inputs of a decision as they were, for later questions.
 
-Pure.
-
 Conversion of a decision and its placement snapshot to JSON and back, without loss.
-
-Pure.
 """
 
 import dataclasses

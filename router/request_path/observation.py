@@ -9,10 +9,9 @@ from cluster.errors import ServiceError
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from router.models.model_runtimes import ModelRuntimes
-from router.observability.decision_history import DecisionHistory, Entry, Placement, Refused
 from router.observability.decision_log import DecisionLog, Samples
 from router.observability.metrics import RouterMetrics
-from router.observability.recent_requests import RecentRequests
+from router.observability.recent_requests import DecisionHistory, Entry, Placement, RecentRequests, Refused
 from router.observability.tracing import Tracing
 from router.placement.fleet.worker_records import ActivePlacement
 from router.placement.place import Decision

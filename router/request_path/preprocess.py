@@ -22,8 +22,8 @@ from router.models.model_runtimes import ModelRuntimes
 from router.models.model_selection import ModelCriteria, unfit
 from router.models.model_selector import ModelSelector, SelectedModel
 from router.models.prompt_reading import read
-from router.placement.affinity import session_of
 from router.placement.demand import Demand, traffic_hash_of
+from router.placement.rates import session_of
 from router.prepared_request import PreparedRequest
 from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal

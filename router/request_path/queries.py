@@ -18,7 +18,7 @@ from router.models.media import ReadingContext, sources_of
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.models.prompt_reading import encode, expand
-from router.observability.decision_history import Entry
+from router.observability.recent_requests import Entry
 from router.placement.demand import Candidate, Demand
 from router.placement.place import explain
 from router.prepared_request import PreparedRequest

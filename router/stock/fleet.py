@@ -13,9 +13,8 @@ from cluster.errors import ServiceError, StartError, TandemError
 from engine.model.hub import repository_of
 from router.models.config import FleetConfig, ModelEntry, ModelsConfig
 from router.models.model_runtimes import ModelRuntimes
-from router.stock.facts import ServerFacts, ask
+from router.stock.facts import ServerAccess, ServerApi, ServerFacts, ask
 from router.stock.member import Member, Surroundings
-from router.stock.server_api import ServerAccess, ServerApi
 from router.stock.sources.listings import listings
 from router.stock.sources.servers import Server
 

@@ -4,8 +4,6 @@ A request becomes one HTTP request, whose tokens become the client's messages he
 that text, stop strings and receipts are those of Tandem's own workers.
 
 Accounts of KV for requests at stock servers: what placement predicted, corrected by what the servers tell.
-
-Pure.
 """
 
 import asyncio
@@ -34,8 +32,7 @@ from router.stock.completions import (
     read_chunk,
     tokens_of,
 )
-from router.stock.facts import ServerFacts
-from router.stock.server_api import EventReader, ServerApi
+from router.stock.facts import EventReader, ServerApi, ServerFacts
 from worker.requests.output_stream import OutputStream
 
 

@@ -26,10 +26,9 @@ from protos import membership_pb2 as pb
 from router.models.config import FleetConfig
 from router.models.model_runtime import REVISION_BYTES, ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
-from router.stock.facts import Load, ServerFacts, ask, load_of
+from router.stock.facts import Load, ServerAccess, ServerApi, ServerFacts, ask, load_of
 from router.stock.kv_events import AssumedBlocks, EventFeed, NamedBlocks
 from router.stock.link import OUTPUT_TOKENS, StockLink
-from router.stock.server_api import ServerAccess, ServerApi
 from router.stock.sources.servers import Server
 
 log = logging.getLogger(__name__)

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.settings import ROLES, Role
+from cluster.config import ROLES, Role
 from planner.config import PolicyConfig
-from planner.observation import Tallies, counters_of, observe
+from planner.estimates import Tallies, counters_of, observe
 from planner.policy import DesiredSizes, PolicyState, decide
 from router.membership.status import load_status
 from sizing.cluster.cluster import START_S, SimCluster

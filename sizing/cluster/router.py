@@ -17,13 +17,13 @@ from protos import decode_pb2, inference_pb2
 from protos import membership_pb2 as pb
 from router.admission.admission import Admission, Outcome, Started
 from router.admission.config import AdmissionConfig
-from router.admission.limits.rate_limiter import RateLimiter
+from router.admission.limits.tenant_limits import RateLimiter
 from router.admission.request import QueuedRequest, RequestInfo
-from router.placement.affinity import session_of
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
 from router.placement.place import Decision
+from router.placement.rates import session_of
 from router.placement.request_demand import demand_of
 from sizing.cluster.clock import ScheduledEvent, VirtualClock
 from sizing.cluster.front_processes import Attempt, FrontProcesses

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.settings import Role
+from cluster.config import Role
 from engine.backends.sim.settings import StepWork, Timing
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits

@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import NormalDist
 
 from workloads.request import BadSetup
-from workloads.traces.row import MAX_TOKENS
+from workloads.traces.columns import MAX_TOKENS
 
 BODY = tuple(place / 40 for place in range(1, 39))
 """Shares at which lengths are cut into parts."""

@@ -10,8 +10,7 @@ from engine.config import WorkerConfig
 from engine.host.memory import UNMEASURED_KV_BYTES
 from kvtransfer.hardware.topology import choices
 from kvtransfer.ucx.lanes import GROUPS
-from tandem.doctor.findings import Finding, Level
-from tandem.doctor.machine import Machine, uses_cpu_kernels
+from tandem.doctor.machine import Finding, Level, Machine, uses_cpu_kernels
 
 SHARED_MEMORY_PER_WORKER = 64 << 20
 OPEN_FILES = 4096

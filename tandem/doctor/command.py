@@ -19,21 +19,22 @@ from engine.model.model_dir import ModelDir
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.registry import check_transport
 from tandem.doctor.checks import check_all
-from tandem.doctor.findings import Finding, exit_code
-from tandem.doctor.hosts import DoctorService, HostLink, HostReport, listen
-from tandem.doctor.links import PeerGone
-from tandem.doctor.machine import Machine, read_machine
-from tandem.doctor.pairs import (
+from tandem.doctor.hosts import (
     PATTERN_BYTES,
     PEER_COMMAND,
+    DoctorService,
+    HostLink,
+    HostReport,
     PairResult,
     Peer,
     judge_pairs,
+    listen,
     measure_pairs,
     plan_peers,
     start_peers,
 )
-from tandem.doctor.peer import PeerSpec
+from tandem.doctor.machine import Finding, Machine, exit_code, read_machine
+from tandem.doctor.peer import PeerGone, PeerSpec
 from tandem.doctor.report import as_json, show
 
 MAX_WORKERS = 16

@@ -1,4 +1,9 @@
-"""Facts about this host, without judgement."""
+"""Facts about this host, without judgement.
+
+Findings of the doctor.
+
+Every finding but an "ok" one says what to do.
+"""
 
 import json
 import os
@@ -6,10 +11,11 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
 from engine.config import WorkerConfig
 from engine.core_types import EngineStartError
@@ -176,3 +182,24 @@ def _torch_gpus() -> tuple[str, ...] | None:
         return tuple(json.loads(output.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
+
+
+Level = Literal["ok", "warning", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    check: str
+    """Name of the check, such as "memlock"."""
+    level: Level
+    """Level. warning: it works, worse than it could. broken: it does not work."""
+    found: str
+    advice: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.level == "ok" or self.advice, f"{self.check} does not say what to do"
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """Return 0 when nothing is broken, else 1."""
+    return int(any(finding.level == "broken" for finding in findings))

@@ -8,10 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.doctor.findings import Finding, exit_code
-from tandem.doctor.hosts import HostReport
-from tandem.doctor.machine import Machine
-from tandem.doctor.pairs import PairResult
+from tandem.doctor.hosts import HostReport, PairResult
+from tandem.doctor.machine import Finding, Machine, exit_code
 
 STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from cluster.errors import InvalidRequest, ServiceError, Unavailable
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from tandem.drill.cluster import FAULTS, DrillCluster, FaultOptions
 from tandem.drill.load import DrillLoad, DrillReply
-from tandem.drill.report import DrillReport, FaultResult
+from tandem.drill.report import FAULTS, DrillCluster, DrillReport, FaultOptions, FaultResult
 
 SETTLE_S = 10.0
 """Longest wait for workers to hold nothing after a fault, in seconds."""

@@ -5,9 +5,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from cluster.settings import ROLES, Role
+from cluster.config import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
-from planner.observation import Observation
+from planner.estimates import Observation
 from planner.policy import decide
 from planner.runtime import PlannerConfig, PlannerMetrics
 from router.config import RouterConfig

@@ -24,8 +24,7 @@ from engine.config import WorkerConfig
 from support.certificates import Authority
 from support.long_runs import mostly_long
 from tandem.doctor.command import run_doctor
-from tandem.doctor.hosts import DoctorService
-from tandem.doctor.pairs import PairResult, measure_pairs, plan_peers, start_peers
+from tandem.doctor.hosts import DoctorService, PairResult, measure_pairs, plan_peers, start_peers
 
 HERE = Path(__file__).parent
 SIM = {"engine": "sim"}
@@ -225,7 +224,7 @@ def test_tables_for_people() -> None:
 
 @pytest.mark.parametrize("transport", mostly_long(["nixl", "ucxx"], "ucxx"))
 def test_a_lender_whose_bytes_are_others_is_named(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
-    monkeypatch.setattr("tandem.doctor.pairs.PEER_COMMAND", broken("corrupt:2"))
+    monkeypatch.setattr("tandem.doctor.hosts.PEER_COMMAND", broken("corrupt:2"))
     shown = io.StringIO()
     assert run_doctor(Console(file=shown, width=200), SIM | {"transport": transport}, None, 2, False) == 1
     assert "worker-0 reading worker-1: 1 bytes arrived wrong, the first at 12345" in shown.getvalue()

@@ -15,7 +15,7 @@ from cluster.errors import Forbidden, InvalidRequest
 from engine.config import WorkerConfig
 from protos import inference_pb2 as public_pb
 from support.processes import LENDER_ALWAYS, engine_of, named, running, state_of, until
-from tandem.drill.cluster import FAULTS, DrillCluster, FaultOptions
+from tandem.drill.report import FAULTS, DrillCluster, FaultOptions
 from tandem.local.local_cluster import LocalCluster
 from tandem.local.sim_workers import SimPool
 

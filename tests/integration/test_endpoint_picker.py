@@ -21,8 +21,8 @@ from router.frontend.envoy.service import NAME
 from router.models.config import FleetConfig
 from router.models.model_runtimes import ModelRuntimes
 from router.runtime import start_router
+from router.stock.facts import ServerAccess, ServerApi
 from router.stock.member import Surroundings, _Joined, hello_of
-from router.stock.server_api import ServerAccess, ServerApi
 from router.stock.sources.servers import Server
 from support.gateway import BUFFERED, DUPLEX, NONE, PARTIAL, STREAMED, WHOLE, Gateway, Sent, split
 from support.picker_site import ask, body_of, calling, drive, num_counted

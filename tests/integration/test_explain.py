@@ -10,8 +10,8 @@ from rich.console import Console
 
 from cluster.errors import InvalidRequest, NotConfigured, ServiceError, UnknownRequest
 from protos import inference_pb2 as pb
-from router.observability.decision_history import to_response
 from router.observability.decision_log import read_decisions
+from router.observability.recent_requests import to_response
 from router.placement.snapshots import decided_again, read_recorded
 from router.security.api_keys import PREFIX, hash_of
 from support.processes import LENDER_ALWAYS, Stream, kill_worker, named, running, until

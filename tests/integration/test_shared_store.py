@@ -9,9 +9,8 @@ import pytest
 from cluster.errors import StartError
 from kvcache.layout import KvLayout
 from kvcache.store.bucket import BucketObjects
-from kvcache.store.objects import ObjectMissing, ObjectRefused, StoreError
-from kvcache.store.opening import open_shared_store
-from kvcache.store.settings import StoreSettings
+from kvcache.store.kv_store import ObjectMissing, ObjectRefused, StoreError, StoreSettings
+from kvcache.store.local import open_shared_store
 from support.processes import Stream, finished, running
 from support.s3_server import BUCKET, s3_server
 from support.store_damage import FORMAT, KEYS, damage_files, kill_writers, object_of

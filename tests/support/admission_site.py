@@ -10,7 +10,7 @@ from typing import Any
 from protos import membership_pb2 as pb
 from router.admission.admission import Admission, Outcome, Refused, Started
 from router.admission.config import AdmissionConfig
-from router.admission.limits.rate_limiter import RateLimiter
+from router.admission.limits.tenant_limits import RateLimiter
 from router.admission.refusals import Refusal
 from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand

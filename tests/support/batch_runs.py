@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cluster.errors import Overloaded, Unavailable
 from cluster.fair_turns import FairTurns
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from router.batches.claims.claims import Claim
 from router.batches.lines.input_check import InputLimits
 from router.batches.lines.line import Handle, LineAnswer, LineRequest

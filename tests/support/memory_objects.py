@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from kvcache.kv_stats import HOST
 from kvcache.store.block_store import BlockStore
-from kvcache.store.kv_store import PlaceUse
-from kvcache.store.objects import LocalObjects, ObjectFormat, ObjectMissing, Objects, ReadFailure, StoreError
+from kvcache.store.kv_store import LocalObjects, ObjectFormat, ObjectMissing, Objects, PlaceUse, ReadFailure, StoreError
 
 
 class MemoryObjects(LocalObjects):

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from planner.config import PolicyConfig
-from planner.observation import Counters, Observation, PoolObservation
+from planner.estimates import Counters, Observation, PoolObservation
 from planner.policy import DesiredSizes, PolicyState, decide
 
 POOL_BLOCKS = 1000

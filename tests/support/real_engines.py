@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from cluster.config import Role
 from cluster.errors import StartError
-from cluster.settings import Role
 from engine.config import WorkerConfig
 from engine.core_types import SamplingParams, TokenLogprobs
 from engine.messages.from_engine import (

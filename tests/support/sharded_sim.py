@@ -18,7 +18,7 @@ from engine.core.loan_host import EngineLimits
 from engine.core_types import Chunk, SampleResult
 from engine.model_runner import ModelRunner
 from kvcache.layout import KvLayout
-from kvcache.store.objects import ObjectFormat
+from kvcache.store.kv_store import ObjectFormat
 from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.local import LocalTransport
 from kvtransfer.ranks import BlockPart

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvcache.block_keys import block_keys, root_key
 from kvcache.store.folder import FolderObjects
-from kvcache.store.objects import ObjectFormat, ObjectMissing, ObjectRefused, StoredBlock
+from kvcache.store.kv_store import ObjectFormat, ObjectMissing, ObjectRefused, StoredBlock
 from kvtransfer.fingerprint import fingerprint_blocks
 
 HEADS = 2

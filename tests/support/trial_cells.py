@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from loans.component import Loans
 from loans.lender_manager import LenderManager
-from loans.sources import LenderSource
+from loans.loan import LenderSource
 from support.hand_network import Stream
 from support.trial_node import TrialNode
 

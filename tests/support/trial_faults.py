@@ -6,8 +6,8 @@ from collections import deque
 from typing import Any
 
 from engine.messages.to_engine import Cancel
+from loans.loan import LenderSource
 from loans.network import Want
-from loans.sources import LenderSource
 from loans.store import StoreSource
 from support.hand_network import Closed, Ended, Stream
 from support.memory_objects import MemoryObjects, StepStore

@@ -18,7 +18,7 @@ from engine.core_types import Chunk, EngineSequence, SampleResult, SamplingParam
 from engine.messages.from_engine import FromEngine, Token
 from engine.messages.to_engine import ToEngine
 from kvcache.layout import KvLayout
-from kvcache.store.objects import ObjectFormat
+from kvcache.store.kv_store import ObjectFormat
 from kvtransfer.transport import Pool
 from loans.reads.verification import BatchVerifier
 from support.checked_core import NOTHING_LEFT, held, spread

@@ -33,7 +33,7 @@ def run_trial(seed: int, open_cluster: Callable[[int], C], num_moves: int = 300)
     with (
         patch("kvtransfer.transport.MAX_POSTED_BYTES", window),
         patch("kvtransfer.transport.MAX_POSTED_BYTES_ON_GPU", window),
-        patch("loans.sources.RELEASE_BYTES", release),
+        patch("loans.loan.RELEASE_BYTES", release),
         patch("kvtransfer.transport.READ_BYTES", read),
         patch("kvtransfer.transport.READ_BYTES_ON_GPU", read),
         patch("loans.borrower_manager.BLOCK_READ_BYTES", block_read),

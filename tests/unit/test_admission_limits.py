@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import Overloaded
 from router.admission.config import AdmissionConfig, TenantPolicy
-from router.admission.limits.rate_limiter import RateLimiter, TokenBucket
-from router.admission.limits.tenant_limits import LocalLedger
+from router.admission.limits.tenant_limits import LocalLedger, RateLimiter, TokenBucket
 from router.admission.refusals import Refusal
 
 
@@ -141,7 +140,7 @@ def test_unnamed_tenants_have_the_default_policy_each() -> None:
 
 def test_fresh_states_are_forgotten_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten names at most: nobody escapes a limit by the state being dropped, and names alone cost nothing."""
-    monkeypatch.setattr("router.admission.limits.rate_limiter.MAX_TENANTS", 10)
+    monkeypatch.setattr("router.admission.limits.tenant_limits.MAX_TENANTS", 10)
     limits = tenants(default_tenant={"requests_per_s": 1, "burst": 1})
     for number in range(1000):
         limits.check(f"looks {number}", 1, 1, 0)
@@ -160,7 +159,7 @@ def test_fresh_states_are_forgotten_and_others_are_not(monkeypatch: pytest.Monke
 
 
 def test_who_is_in_the_router_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.admission.limits.rate_limiter.MAX_TENANTS", 2)
+    monkeypatch.setattr("router.admission.limits.tenant_limits.MAX_TENANTS", 2)
     limits = tenants()
     for name in ("a", "b"):
         limits.check(name, 1, 1, 0)

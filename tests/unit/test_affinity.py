@@ -10,11 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvcache.block_keys import block_keys, root_key
 from protos import membership_pb2 as pb
-from router.placement.affinity import MOST_S, NO_SESSION, SHARE, Affinities, Served, SessionKey, session_of
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.place import Decision, explain, place
-from router.placement.rates import Priors, Rates
+from router.placement.rates import MOST_S, NO_SESSION, SHARE, Affinities, Priors, Rates, Served, SessionKey, session_of
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)

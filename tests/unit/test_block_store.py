@@ -7,8 +7,7 @@ import numpy as np
 from kvcache.block_keys import BlockKey, block_keys
 from kvcache.pool import CacheEvent, Removed, Stored
 from kvcache.store import block_store
-from kvcache.store.kv_store import Fetched
-from kvcache.store.objects import ObjectFormat
+from kvcache.store.kv_store import Fetched, ObjectFormat
 from support.memory_objects import MemoryObjects, StepStore
 from support.small_blocks import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
 

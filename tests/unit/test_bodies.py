@@ -15,10 +15,9 @@ from router.frontend.http.body.fields import BodyReader, IgnoredFields, typed
 from router.frontend.http.errors import Caller
 from router.frontend.http_app import describe
 from router.frontend.openai.chat import read_chat
-from router.frontend.openai.completions import read_completion
+from router.frontend.openai.completions import read_completion, read_text, read_tokens
 from router.frontend.openai.embeddings import read_classify, read_embeddings, read_rerank, read_score
 from router.frontend.openai.responses.responses import read_response
-from router.frontend.openai.tokens import read_text, read_tokens
 
 READERS: dict[str, BodyReader[Any, Any]] = {
     "/v1/completions": read_completion,

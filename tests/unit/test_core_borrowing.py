@@ -11,7 +11,7 @@ from engine.core_types import StepBudget
 from engine.messages.from_engine import FromEngine, KvUse, LoadReport, Rejected, TierUse, Token
 from engine.messages.to_engine import Cancel
 from kvcache.kv_stats import KvStats
-from kvcache.store.objects import ObjectFormat
+from kvcache.store.kv_store import ObjectFormat
 from kvtransfer.local import LocalNetwork, LocalTransport
 from loans.loan import KvAccount
 from loans.network import Blocks, Started

@@ -8,9 +8,8 @@ import pytest
 from engine.config import WorkerConfig
 from kvtransfer.hardware.topology import Gpu, Host, Nic, Place
 from tandem.doctor.checks import check_all
-from tandem.doctor.findings import Finding, Level, exit_code
-from tandem.doctor.machine import KernelSpeed, Machine, read_machine
-from tandem.doctor.pairs import PairResult, judge_pairs
+from tandem.doctor.hosts import PairResult, judge_pairs
+from tandem.doctor.machine import Finding, KernelSpeed, Level, Machine, exit_code, read_machine
 
 SWITCH = ("pci0000:16", "0000:16:01.0")
 NIC = Nic("mlx5_0:1", True, True, Place((*SWITCH, "0000:18:00.0"), 0), "400 Gb/sec")

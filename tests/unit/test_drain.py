@@ -9,7 +9,7 @@ import numpy as np
 from cluster.errors import AlreadyExists, Draining, ServiceError, Unavailable
 from cluster.network.error_status import from_rpc_error, to_status
 from cluster.network.rpc import Channels
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from router.placement.demand import Demand
 from router.placement.place import explain, place
 from router.placement.rates import Priors, Rates

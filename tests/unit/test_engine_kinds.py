@@ -13,9 +13,8 @@ from types import MappingProxyType, ModuleType
 import numpy as np
 import pytest
 
-from cluster.config import to_overrides
+from cluster.config import Role, to_overrides
 from cluster.errors import InvalidRequest, StartError
-from cluster.settings import Role
 from engine.config import WorkerConfig
 from engine.core_types import Chunk, EngineStartError, SampleResult
 from engine.engine_kind import BUILT_IN, GROUP, ONE_RANK, FunctionKind, Installation, RunnerKind, find_kind
@@ -28,7 +27,7 @@ from kvtransfer.transport import Pool
 from protos.decode_pb2 import DecodeRequest
 from protos.inference_pb2 import Sampling, StructuredOutput
 from sizing.fit.memory import Device, Fit, PlannedWorker, check
-from sizing.fit.nearest import nearest
+from sizing.fit.verdict import nearest
 from sizing.models.known_models import known_shape
 from tandem.doctor.checks import check_packages
 from tandem.doctor.machine import read_machine

@@ -21,7 +21,7 @@ from sizing.fit.memory import (
     check,
     full_context_bytes,
 )
-from sizing.fit.nearest import Change, nearest
+from sizing.fit.verdict import Change, nearest
 from sizing.gpus import GPUS
 from sizing.models.known_models import NAMES, known_shape
 from sizing.models.model_shape import ModelShape

@@ -11,7 +11,7 @@ from router.frontend.http.blocks import compact, event
 from router.frontend.http.errors import Caller, error_answer
 from router.frontend.http.exchange import HEARTBEAT, Exchange
 from router.frontend.http.server import UnchunkedTransport
-from router.frontend.openai.choice import quoted
+from router.frontend.openai.completions import quoted
 from support.virtual_loop import VirtualLoop, run_virtually
 
 BREAKS = "a\u0085b\u2028c\u2029d"

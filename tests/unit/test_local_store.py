@@ -18,8 +18,8 @@ from kvcache.layout import KvLayout
 from kvcache.pool import CacheEvent, MergedEvents, Removed, Stored
 from kvcache.store import local
 from kvcache.store.folder import FolderObjects
+from kvcache.store.kv_store import LocalObjects, ObjectFormat, StoreError
 from kvcache.store.local import LayeredObjects, MemoryFolder, open_local_store
-from kvcache.store.objects import LocalObjects, ObjectFormat, StoreError
 from support.memory_objects import StepStore
 from support.small_blocks import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import Draining, Forbidden, InvalidRequest, Overloaded
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from protos import inference_pb2 as pb
 from router.batches.lines.line import LineRequest
 from router.frontend.http.errors import Caller, openai_form

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.metrics import LATENCY_S
-from planner.observation import Counters, Observation, PoolObservation, Tallies, counters_of, missed, observe
+from planner.estimates import Counters, Observation, PoolObservation, Tallies, counters_of, missed, observe
 from protos import inference_pb2 as pb
 from router.placement.fleet.finished_streams import Latencies, TrafficCounters
 

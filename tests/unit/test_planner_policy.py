@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.config import ROLES
 from cluster.errors import StartError
-from cluster.settings import ROLES
 from planner.config import PolicyConfig
-from planner.estimates import ArrivalForecast, PoolLoad, Ratio
-from planner.observation import Counters, Observation, PoolObservation
+from planner.estimates import ArrivalForecast, Counters, Observation, PoolLoad, PoolObservation, Ratio
 from planner.policy import PolicyState, decide
 from support.planned_load import Fluid
 

@@ -4,7 +4,7 @@ import random
 
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from router.observability.decision_history import ENTRY_BYTES, DecisionHistory, Entry, Placement
+from router.observability.recent_requests import ENTRY_BYTES, DecisionHistory, Entry, Placement
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import ActivePlacement

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from numpy.random import Generator, default_rng
 
 from router.placement import costs
-from router.placement.affinity import MOST_S, PART, SHARE
 from router.placement.costs import FEW
 from router.placement.demand import Demand, traffic_hash_of
 from router.placement.in_flight import IDLE, Flows
 from router.placement.place import Decision, explain, place
-from router.placement.rates import Floats, Priors, Rates
+from router.placement.rates import MOST_S, PART, SHARE, Floats, Priors, Rates
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
-from router.placement.learning.prediction_error import LogRatios
-from router.placement.learning.rate_learning import LEAST_DELAY_SHARE, RateLearner, ReceiptTimings, measured
+from router.placement.learning.rate_learning import LEAST_DELAY_SHARE, LogRatios, RateLearner, ReceiptTimings, measured
 from router.placement.rates import LEAST, MAX_FACTOR, MOST, LinearFit, Priors
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)

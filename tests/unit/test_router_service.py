@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrivals
 from router.admission.config import AdmissionConfig

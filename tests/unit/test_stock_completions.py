@@ -7,7 +7,7 @@ from engine.core_types import FinishReason
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from router.stock.completions import Call, calls_of, prompt_scores, read_chunk, tokens_of
-from router.stock.server_api import EventReader
+from router.stock.facts import EventReader
 
 PROMPT = [5, 6, 7]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcache.block_keys import KEY_BYTES, block_keys
 from kvcache.store.folder import FolderObjects
-from kvcache.store.objects import ObjectFormat, ObjectMissing, ObjectRefused, StoredBlock, StoreError
+from kvcache.store.kv_store import ObjectFormat, ObjectMissing, ObjectRefused, StoredBlock, StoreError
 from support.small_blocks import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
 from support.store_damage import damaged
 

@@ -16,7 +16,7 @@ from protos import inference_pb2 as pb
 from support.processes import LENDER_ALWAYS, Stream, busiest_decoder, engine_of, finished, kill_engine, running, until
 from support.vllm_engines import BLOCK, OPTIONS, PYTHON, STORYTELLER, V2, need_vllm
 from tandem.client import Client
-from tandem.drill.cluster import DrillCluster, FaultOptions
+from tandem.drill.report import DrillCluster, FaultOptions
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 

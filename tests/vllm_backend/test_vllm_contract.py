@@ -12,8 +12,7 @@ from engine.config import WorkerConfig
 from support.real_engines import engines, greedy
 from support.vllm_engines import PYTHON, ROOT, ids, need_vllm, vllm_engine
 from tandem.doctor.checks import check_environment
-from tandem.doctor.findings import Finding
-from tandem.doctor.machine import read_machine
+from tandem.doctor.machine import Finding, read_machine
 from tandem.storyteller import STORYTELLER
 from tandem_connector import contract as of_connector
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from cluster.config import ON_WIRE, Role
 from cluster.errors import Draining, Unavailable
-from cluster.settings import ON_WIRE, Role
 from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
 from engine.messages.to_engine import SetBudget

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from cluster.config import ON_WIRE
 from cluster.errors import InvalidRequest, ServiceError
 from cluster.network.error_status import to_status
-from cluster.settings import ON_WIRE
 from engine.messages.from_engine import Ready
 from engine.messages.to_engine import CacheDrop
 from engine.model.detokenizer import check_token_ids

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from workloads.traces.row import Row, hash_ids_of, seconds_of, tokens_of
+from workloads.traces.columns import Row, hash_ids_of, seconds_of, tokens_of
 
 HASH_TOKENS = 512
 

@@ -17,9 +17,8 @@ from typing import Any, BinaryIO
 
 from workloads.request import BadSetup, BadTrace, TraceRequest, shown
 from workloads.traces import mooncake, receipts
-from workloads.traces.columns import KNOWN, OTLP, Columns, spans_of
+from workloads.traces.columns import KNOWN, MAX_LINE_BYTES, OTLP, BadRow, Columns, Row, spans_of
 from workloads.traces.receipts import ServedRequest
-from workloads.traces.row import MAX_LINE_BYTES, BadRow, Row
 
 Reader = Callable[[dict[str, Any]], Iterable[Row]]
 _JSON_FORMATS: Mapping[str, tuple[str, Callable[[dict[str, Any]], Row]]] = {

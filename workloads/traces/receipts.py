@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from protos import inference_pb2 as pb
-from workloads.traces.row import BadRow, Row, hash_ids_of, seconds_of, tokens_of, whole_of
+from workloads.traces.columns import BadRow, Row, hash_ids_of, seconds_of, tokens_of, whole_of
 
 
 @dataclass(frozen=True, slots=True)

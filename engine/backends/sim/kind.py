@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from cluster.settings import Role
+from cluster.config import Role
 from engine.backends.sim.settings import SimSettings
 from engine.engine_kind import ONE_RANK, EngineMemory, RunnerKind
 from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file

@@ -1,8 +1,6 @@
 """Settings of the sim engine.
 
 Duration of a step of the sim backend.
-
-Pure.
 """
 
 from collections.abc import Sequence

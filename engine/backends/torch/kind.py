@@ -5,8 +5,8 @@ import os
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from cluster.config import Role
 from cluster.install import needing
-from cluster.settings import Role
 from engine.backends.torch.settings import TorchSettings
 from engine.core_types import EngineStartError
 from engine.engine_kind import ONE_RANK, Installation, RunnerKind

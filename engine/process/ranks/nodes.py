@@ -30,7 +30,7 @@ from engine.block_parts.messages import HEARTBEAT_S
 from engine.config import WorkerConfig
 from engine.core_types import EngineStartError
 from engine.process.ranks.ranks import shut_down
-from kvcache.store.opening import secret_of
+from kvcache.store.local import secret_of
 
 log = logging.getLogger(__name__)
 

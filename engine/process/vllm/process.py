@@ -32,7 +32,7 @@ from engine.process.vllm.start import StartedVllm, prepare_vllm, start_vllm, why
 from engine.sampling.grammar import GrammarGate
 from kvcache.layout import Allocate, private_rows
 from kvcache.store.kv_store import KvStore
-from kvcache.store.opening import open_stores
+from kvcache.store.local import open_stores
 from loans.network import LoanNetwork, NoNetwork
 
 if TYPE_CHECKING:

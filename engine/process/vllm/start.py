@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from cluster.settings import Role
+from cluster.config import Role
 from engine.backends.vllm.arguments import (
     computes_at_launch,
     engine_arguments,

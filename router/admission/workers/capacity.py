@@ -1,14 +1,8 @@
 """Capacity: workers on which a class may start, without what batch must leave free and reserved workers.
 
-Pure.
-
 Reservations of workers for requests that others have overtaken for too long.
 
-Pure.
-
 Backoff from workers that refused for lack of capacity although they seemed to have it.
-
-Pure.
 
 Late binding of lenders: whether to bind a request to a lender now, or to wait and choose later.
 

@@ -1,7 +1,5 @@
 """Answers of /v1/messages: events of a stream, or the whole message; and the form of errors.
 
-Pure.
-
 POST /v1/messages/count_tokens: the tokens of a prompt, as its model reads it.
 """
 

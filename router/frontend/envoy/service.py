@@ -18,7 +18,7 @@ from cluster.errors import Draining, ServiceError, StartError
 from cluster.network.error_status import end_call
 from cluster.network.rpc import MAX_MESSAGE_BYTES, Server
 from cluster.network.tls import Credentials
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from router.admission.arrivals import Arrivals
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from cluster import logs
 from cluster.errors import DeadlineExceeded, ServiceError
 from cluster.logs import from_headers, traceparent
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from router.admission.arrivals import Arrival, Arrivals
 from router.frontend.http.blocks import compact
 from router.frontend.http.body.fields import BodyReader, IgnoredFields

@@ -1,7 +1,5 @@
 """Errors in OpenAI's form: status, headers, and {"error": {"message", "type", "param", "code"}}.
 
-Pure.
-
 Identity of a caller, from a request's headers.
 """
 

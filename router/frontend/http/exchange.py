@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import Draining, InvalidRequest
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from router.admission.arrivals import Arrival
 from router.frontend.http.body.fields import encoding_of, inflated
 from router.frontend.http.errors import ErrorAnswer, HttpRefusal

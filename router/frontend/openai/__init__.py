@@ -3,7 +3,7 @@
 | file | what |
 | --- | --- |
 | `request.py`, `completions.py`, `chat.py` | from a body, with its tools, to GenerateRequests. Pure |
-| `answers.py`, `choice.py`, `tokens.py` | from messages to chunks, or the whole answer. Pure |
+| `answers.py`, `completions.py`, `tokens.py` | from messages to chunks, or the whole answer. Pure |
 | `responses/` | the Responses API, with stored conversations |
 | `embeddings.py` | embeddings and scores |
 

@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from protos import inference_pb2 as pb
 from router.frontend.http.blocks import compact
 from router.frontend.http.generation import Answer, PromptInfo
-from router.frontend.openai.choice import ChoiceAnswer, LogprobForm, call_id_of, joined, prompt_logprobs, quoted
+from router.frontend.openai.completions import ChoiceAnswer, LogprobForm, call_id_of, joined, prompt_logprobs, quoted
 from router.frontend.openai.request import ApiRequest
 from router.models.grammars.grammar_checker import CLOSE
 from router.models.output.call_reading import CallArguments, CallBegun, ToolCall

@@ -1,7 +1,5 @@
 """POST /v1/chat/completions: from its body to a GenerateRequest.
 
-Pure.
-
 Reading of `tool_choice`, whose forms that name tools differ by API.
 
 Pure.

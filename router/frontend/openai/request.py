@@ -2,8 +2,6 @@
 
 Sampling options common to both endpoints, from OpenAI's and vLLM's names to ours.
 
-Pure.
-
 Limits are checked for every request in `router/validation.py`; here only types are.
 """
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cluster.errors import Draining, InvalidRequest, ServiceError
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from router.batches.lines.line import PRIORITY, Handle, LineAnswer, LineRequest
 from router.batches.lines.retries import is_retriable
 from router.frontend.http.endpoint import Endpoint

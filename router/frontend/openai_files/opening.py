@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from router.batches.claims.claims import Claims, LockClaims
 from router.batches.lines.line import FRAME_BYTES, Handle
 from router.batches.service import Batches

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from cluster.errors import Draining, InvalidRequest, NotConfigured, ServiceError, Unavailable
-from cluster.process.drain import Drain
+from cluster.process.life import Drain
 from router.admission.arrivals import Arrivals
 from router.batches.records import Cancelled, FileInfo, Made
 from router.batches.service import Batches

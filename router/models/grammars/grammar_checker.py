@@ -10,8 +10,6 @@ can tell from the time of an answer which grammars another tenant used.
 Structured output that follows reasoning: a grammar of free reasoning, its end, and then the required form. Pure.
 
 Grammar of a forced tool call.
-
-Pure.
 """
 
 import asyncio

@@ -1,7 +1,5 @@
 """A tool call in JSON, read while it is generated: its name, and its arguments as they come.
 
-Pure.
-
 How families of models write reasoning and tool calls: fields of transformers' response templates. Data only.
 
 Names are those of vLLM's --tool-call-parser and --reasoning-parser. A template's fields are described in

@@ -9,13 +9,11 @@ from dataclasses import replace
 from cluster.metrics import LATENCY_S
 from protos import inference_pb2 as pb
 from protos import inference_pb2 as public_pb
-from router.placement.affinity import SessionKey
 from router.placement.demand import Demand
 from router.placement.fleet.worker_records import ActivePlacement
 from router.placement.learning.output_lengths import OutputKey, OutputLengths
-from router.placement.learning.prediction_error import LogRatios
-from router.placement.learning.rate_learning import RateLearner, ReceiptTimings, measured
-from router.placement.rates import Priors
+from router.placement.learning.rate_learning import LogRatios, RateLearner, ReceiptTimings, measured
+from router.placement.rates import Priors, SessionKey
 
 
 class FinishedStreams:

@@ -18,7 +18,6 @@ import numpy as np
 from kvcache.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from router.placement.affinity import NO_SESSION, Affinities, Served, SessionKey
 from router.placement.demand import Demand
 from router.placement.fleet.finished_streams import FinishedStreams, TrafficCounters
 from router.placement.fleet.index import PrefixIndex, shared_prefix
@@ -35,9 +34,9 @@ from router.placement.fleet.worker_records import (
 )
 from router.placement.in_flight import Transfer, TransfersInFlight
 from router.placement.learning.output_lengths import OutputKey
-from router.placement.learning.prediction_error import LogRatios
+from router.placement.learning.rate_learning import LogRatios
 from router.placement.place import Decision, place, place_on, startable
-from router.placement.rates import Ints, Priors, Rates
+from router.placement.rates import NO_SESSION, Affinities, Ints, Priors, Rates, Served, SessionKey
 from router.placement.snapshots import PlacementSnapshot
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
 

@@ -1,7 +1,5 @@
 """Choice of the workers that a new worker is told of, so that it connects to them before its first request.
 
-Pure.
-
 Choice of the decode workers on which a prompt is warmed.
 
 Pure.

@@ -1,8 +1,6 @@
 """Records of workers and of placements, which `fleet.py` keeps.
 
 Workers as placement sees them: their last report, plus placements that are not in it.
-
-Pure.
 """
 
 from collections import Counter

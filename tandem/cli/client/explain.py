@@ -77,8 +77,8 @@ async def show_decisions(console: Console, target: Target, request_id: str, most
         async with target.client() as client:
             past = await client.decisions(request_id)
     else:
-        from router.observability.decision_history import to_response
         from router.observability.decision_log import read_decisions
+        from router.observability.recent_requests import to_response
 
         with log.open() as lines:
             entry = read_decisions(lines, request_id)

@@ -7,9 +7,9 @@ from cluster.network.tls import TlsIdentity
 from protos import inference_pb2 as pb
 from tandem.cli.tables import uncut
 from tandem.client import Client, Target
-from tandem.drill.cluster import FAULTS, DrillCluster, FaultOptions
 from tandem.drill.drill import Drill, DrillPlan
 from tandem.drill.load import DrillLoad, LoadSize
+from tandem.drill.report import FAULTS, DrillCluster, FaultOptions
 
 
 async def inject_fault(

@@ -22,7 +22,7 @@ from engine.backends.vllm.kv.groups import GroupRange, KvGroups
 from engine.backends.vllm.kv.memory import KvMemory
 from kvcache.block_keys import BlockKey
 from kvcache.cached_blocks import CachedBlocks, StoreBelow
-from kvcache.chain import (
+from kvcache.kv_view import (
     BlockRange,
     Chain,
     GroupBlock,

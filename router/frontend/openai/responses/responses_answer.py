@@ -1,8 +1,8 @@
 """Answers of /v1/responses: events of a stream, or the whole response; and the form of errors within a stream.
 
-Pure.
-
 Log probabilities of the texts of a response's output, apart from reasoning, calls and dropped whitespace. Pure.
+
+Pure.
 """
 
 import re
@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from protos import inference_pb2 as pb
 from router.frontend.http.blocks import CALL, REASONING, Block, BlockAnswer, event
 from router.frontend.http.generation import PromptInfo
-from router.frontend.openai.choice import LogprobForm
+from router.frontend.openai.completions import LogprobForm
 from router.frontend.openai.responses.responses import ResponsesRequest
 from router.models.output.call_reading import ToolCall
 from router.models.output.token_texts import TextToken, TokensInText
