@@ -1,22 +1,8 @@
-"""`python -m planner --config FILE --set key=value`: sizes pools until SIGTERM."""
+"""`python -m planner`, see `program.py`."""
 
 import sys
 
-from cluster.errors import StartError
 from cluster.launch import launch
-from cluster.logs import set_up
-from cluster.process.life import run_role
-from planner.runtime import PlannerConfig, start_planner
 
 if __name__ == "__main__":
-    sys.exit(launch("planner.__main__"))
-
-
-def main() -> int:
-    try:
-        config = PlannerConfig.from_command_line("planner")
-        set_up("planner", "planner", config)
-    except StartError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return run_role(lambda: start_planner(config))
+    sys.exit(launch("planner.program"))

@@ -1,23 +1,8 @@
-"""`python -m router --config FILE --set key=value`: one router until SIGTERM."""
+"""`python -m router`, see `program.py`."""
 
 import sys
 
-from cluster.errors import StartError
 from cluster.launch import launch
-from cluster.logs import set_up
-from cluster.process.life import run_role
-from router.config import RouterConfig
-from router.runtime import start_router
 
 if __name__ == "__main__":
-    sys.exit(launch("router.__main__"))
-
-
-def main() -> int:
-    try:
-        config = RouterConfig.from_command_line("router")
-        set_up("router", config.id(), config)
-    except StartError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return run_role(lambda: start_router(config))
+    sys.exit(launch("router.program"))

@@ -34,7 +34,7 @@ WITH_ENGINES = {
     name: f"{name}.program" for name in ("decode_worker", "prefill_worker", "encode_worker", "preprocessor")
 }
 COMMANDS = WITH_ENGINES | {
-    "router": "router.__main__",
+    "router": "router.program",
     "tandem.cli": "tandem.cli.main",
     "tandem.doctor.peer": "tandem.doctor.peer",
 }
