@@ -170,7 +170,7 @@ async def start_router(config: RouterConfig) -> Router:
             config.id(),
             incarnation,
             config.worker_silence_s,
-            lost := lambda model: router_metrics.workers_lost.labels(model).inc(),
+            lost := lambda model: router_metrics.workers_lost.add(1, model),
         )
         fleet = None
         if config.fleet is not None:

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cluster.errors import ServiceError
-from cluster.metrics import LATENCY_S, TOKENS
+from cluster.metrics import LATENCY_S, TOKENS, LoopCounter, LoopHistogram
 from protos import inference_pb2 as pb
 from router.admission.limits.tenant_limits import TenantLimits
 from router.models.model_runtime import ModelRuntime
@@ -25,9 +25,6 @@ MAX_TENANTS = 100
 MAX_FIELDS = 64
 """Distinct names of ignored fields, which clients choose, that are counted by name."""
 QUANTILES = (0.1, 0.5, 0.9)
-_M = TypeVar("_M", Counter, Histogram)
-
-
 LAG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Histogram bounds in seconds of the event loop's lag."""
 
@@ -36,13 +33,13 @@ class RouterMetrics:
     """Metrics of one router, counted whether they are scraped or not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, about: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(name, about, (*MODEL, *labels), buckets=bounds, registry=registry)
+        def histogram(name: str, about: str, bounds: tuple[float, ...], *labels: str) -> LoopHistogram:
+            return LoopHistogram(registry, name, about, bounds, *MODEL, *labels)
 
-        self._counters_by_model: list[Counter] = []
+        self._counters_by_model: list[LoopCounter] = []
 
-        def counter(name: str, about: str, *labels: str) -> Counter:
-            made = Counter(name, about, (*MODEL, *labels), registry=registry)
+        def counter(name: str, about: str, *labels: str) -> LoopCounter:
+            made = LoopCounter(registry, name, about, *MODEL, *labels)
             if not labels:
                 self._counters_by_model.append(made)
             return made
@@ -87,11 +84,11 @@ class RouterMetrics:
             "tandem_spec_decode_num_accepted_tokens", "Draft tokens that were accepted, from receipts."
         )
         self.workers_lost = counter("tandem_workers_lost", "Workers whose reports ceased for worker_silence_s.")
-        self.loop_lag = Histogram(
+        self.loop_lag = LoopHistogram(
+            registry,
             "tandem_event_loop_lag_seconds",
             "Delay of the router's event loop, measured 20 times a second.",
-            buckets=LAG_S,
-            registry=registry,
+            LAG_S,
         )
         self.price = counter("tandem_request_price", "Cost of requests at the set prices, in their unit.", "kind")
         self.predicted = counter(
@@ -111,22 +108,18 @@ class RouterMetrics:
             "tandem_tenant_tokens", "Tokens of a tenant: input, cached input and output.", "tenant", "kind"
         )
         self._tenants_seen: set[str] = set()
-        self.ignored_fields = Counter(
-            "tandem_ignored_fields",
-            "Fields of clients' requests that had no effect, by name.",
-            ["field"],
-            registry=registry,
+        self.ignored_fields = LoopCounter(
+            registry, "tandem_ignored_fields", "Fields of clients' requests that had no effect, by name.", "field"
         )
         self._fields_seen: set[str] = set()
         self._models_seen: set[str] = set()
-        self._children: dict[tuple[Any, ...], Any] = {}
 
     def show(self, model: str) -> None:
         """Make the model's counters visible before anything is counted."""
         if model not in self._models_seen:
             self._models_seen.add(model)
             for counter in self._counters_by_model:
-                counter.labels(model)
+                counter.add(0, model)
 
     def watch(self) -> "RequestMetrics":
         """Start the metrics of a request that has arrived."""
@@ -137,7 +130,7 @@ class RouterMetrics:
         for field in fields:
             if len(self._fields_seen) < MAX_FIELDS:
                 self._fields_seen.add(field)
-            self.ignored_fields.labels(field if field in self._fields_seen else "other").inc()
+            self.ignored_fields.add(1, field if field in self._fields_seen else "other")
 
     def used(self, model: str, tenant: str, num_input: int, num_cached: int, num_output: int) -> None:
         """Count a request's tokens, the first MAX_TENANTS tenants by name."""
@@ -145,13 +138,7 @@ class RouterMetrics:
             self._tenants_seen.add(tenant)
         label = tenant if tenant in self._tenants_seen else "other"
         for kind, number in (("input", num_input), ("cached", num_cached), ("output", num_output)):
-            self.of(self.tenant_tokens, model, label, kind).inc(number)
-
-    def of(self, metric: _M, *labels: str) -> _M:
-        """Return the child of a metric; a lookup in the metric itself would cost more than counting."""
-        if (child := self._children.get((metric, *labels))) is None:
-            child = self._children[metric, *labels] = metric.labels(*labels)
-        return child
+            self.tenant_tokens.add(number, model, label, kind)
 
 
 class RequestMetrics:
@@ -167,20 +154,17 @@ class RequestMetrics:
         self.ttft_s = 0.0
         """Seconds to the first message; 0 before it."""
         self._name = ""
-        self._itl: Histogram | None = None
 
     def checked(self, prepared: PreparedRequest) -> None:
         """Record the request's model."""
         self._name = prepared.model.name
         self._metrics.show(self._name)
-        self._itl = self._metrics.of(self._metrics.itl, self._name)
 
     def message(self) -> None:
         """Record a message of the stream."""
         now = time.monotonic()
-        assert self._itl is not None
         if self._last_at:
-            self._itl.observe(now - self._last_at)
+            self._metrics.itl.observe(now - self._last_at, self._name)
         else:
             self.ttft_s = now - self._arrived_at
             self._observe(self._metrics.ttft, self.ttft_s)
@@ -242,12 +226,12 @@ class RequestMetrics:
             elif stage.name == "decode" and usage.completion_tokens > 1:
                 self._observe(metrics.tpot, seconds / (usage.completion_tokens - 1))
 
-    def _count(self, counter: Counter, amount: float, *labels: str) -> None:
+    def _count(self, counter: LoopCounter, amount: float, *labels: str) -> None:
         if amount:
-            self._metrics.of(counter, self._name, *labels).inc(amount)
+            counter.add(amount, self._name, *labels)
 
-    def _observe(self, histogram: Histogram, value: float, *labels: str) -> None:
-        self._metrics.of(histogram, self._name, *labels).observe(value)
+    def _observe(self, histogram: LoopHistogram, value: float, *labels: str) -> None:
+        histogram.observe(value, self._name, *labels)
 
 
 class ClusterCollector(Collector):
