@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError
 
 from cluster.errors import StartError
 from protos import membership_pb2 as pb
@@ -179,6 +179,28 @@ class MetricsSettings(TlsSettings):
     With tls_ca it is https and requires a client certificate."""
     tls_metrics_ca: Path | None = None
     """Authorities of certificates that may scrape, instead of tls_ca, so that Prometheus need not be a member."""
+
+
+class HostSettings(BaseModel):
+    """Address of every process that listens."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+
+
+class ReachedSettings(HostSettings):
+    """Settings of every process whose address others get."""
+
+    advertise_host: str = ""
+    """Host at which other processes reach this one, when it is not `host`."""
+
+
+class DrainSettings(BaseModel):
+    """Settings of every process that ends its work before it stops."""
+
+    drain_s: NonNegativeFloat = 30.0
+    """Seconds for which a stopping process lets its streams, loans and requests finish, before it ends them. A worker
+    then hands its streams over to other workers, which may read its blocks for a while longer."""
 
 
 class HealthSettings(BaseModel):

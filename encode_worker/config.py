@@ -3,7 +3,7 @@
 import os
 import socket
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from engine.model.hub import ModelPath
 from preprocessor.config import MediaSettings
@@ -16,8 +16,6 @@ class EncoderConfig(MediaSettings):
     """Model directory, or a repository of the Hugging Face Hub as org/name[@revision]; the same as of the workers."""
     port: int = Field(default=50062, ge=0, le=65535)
     """gRPC port, for workers; 0 lets the system choose. Name it in `encoders` of the preprocessors."""
-    drain_s: NonNegativeFloat = 10.0
-    """Seconds in which a stopping encode worker ends what it computes."""
     embeddings_memory_mib: PositiveInt = 4096
     """Main memory in MiB for embeddings, of which the least recently used are dropped."""
 

@@ -3,11 +3,21 @@
 import os
 import re
 import socket
-from typing import ClassVar, Final, Literal, Self
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from cluster.config import Config, DiscoverySettings, HealthSettings, LogSettings, MetricsSettings, Role
+from cluster.config import (
+    Config,
+    DiscoverySettings,
+    DrainSettings,
+    HealthSettings,
+    LogSettings,
+    MetricsSettings,
+    ReachedSettings,
+    Role,
+)
 from engine.core_types import GpuDevice, StepBudget
 from engine.host.cores import num_available
 from engine.model.hub import ModelPath
@@ -24,7 +34,31 @@ DEFAULT_ENGINE: Final = "torch"
 PLUGIN_NAME = r"^[a-z][a-z0-9_-]*$"
 
 
-class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, Config):
+class VllmFlags(BaseModel):
+    """Settings of every process that starts vLLM or a part of it."""
+
+    vllm_python: Path | None = None
+    """Python interpreter of the environment with vLLM, Tandem and nixl, as `make vllm` sets it up. Default: this
+    process's interpreter where vLLM is installed beside it, else .venv-vllm beside its environment."""
+    vllm_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs by name, such as quantization, max_model_len, max_num_seqs, enforce_eager,
+    kv_cache_dtype and attention_backend."""
+    vllm_args: str = ""
+    """Flags of `vllm serve`, as on its command line: `--max-model-len 8192 --quantization fp8`. A flag that is a
+    setting here, such as --tensor-parallel-size, sets it; a flag that Tandem cannot honour is refused by name.
+    Preprocessors and encode workers need those of the workers that concern media, such as --limit-mm-per-prompt."""
+
+
+class CommonSettings(
+    StoreSettings,
+    ReachedSettings,
+    DrainSettings,
+    HealthSettings,
+    MetricsSettings,
+    LogSettings,
+    DiscoverySettings,
+    Config,
+):
     """Settings of a worker that engines share, or that Tandem reads itself."""
 
     model: ModelPath
@@ -38,16 +72,12 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
     """Addresses host:port of routers to join, besides those found in Redis."""
     worker_id: str = ""
     """Name of the worker, unique in the cluster. Default: role, host and process id."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 lets the system choose."""
     stream_port: int = Field(default=0, ge=0, le=65535)
     """Port at which routers open their connections of requests and events, over TCP; 0 lets the system choose."""
     loan_port: int = Field(default=0, ge=0, le=65535)
     """Port at which the engine takes loans of other engines, over TCP; 0 lets the system choose."""
-    advertise_host: str = ""
-    """Host at which others reach this worker, when it is not `host`."""
 
     engine: str = Field(default=DEFAULT_ENGINE, pattern=PLUGIN_NAME)
     """Engine. torch: a transformers model, computed by Tandem on CPUs. vllm: vLLM in an environment of its own. sim: a
@@ -147,9 +177,6 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
     """Seconds of silence after which a lender or a borrower is given up, and seconds without progress after which a
     loan fails, whether it reads from a lender, host memory or disk. Keep it below 10 s, including the second that it
     takes to notice a hanging rank."""
-    drain_s: NonNegativeFloat = 30.0
-    """Seconds for which a stopping worker lets streams and loans finish, before it hands streams over to other workers,
-    which may read its blocks for a while longer."""
     faults: bool = False
     """Whether operators may inject faults into this worker, for drills with `tandem fault`. Every process that reaches
     the worker's port can then kill or stop it, so leave it false in production."""

@@ -10,9 +10,9 @@ from typing import Literal
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from pydantic import Field, PositiveFloat
+from pydantic import PositiveFloat
 
-from cluster.config import ROLES, DiscoverySettings, HealthSettings, LogSettings, MetricsSettings, Role
+from cluster.config import ROLES, DiscoverySettings, HealthSettings, HostSettings, LogSettings, MetricsSettings, Role
 from cluster.discovery import Discovery, Roster, open_discovery
 from cluster.errors import ServiceError, StartError, TandemError, Unavailable
 from cluster.metrics import MetricsServer, new_registry
@@ -35,7 +35,7 @@ BLIND_TURNS = 3
 """Rounds without any answer after which the planner is not ready."""
 
 
-class PlannerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, PolicyConfig):
+class PlannerConfig(HostSettings, HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, PolicyConfig):
     """Settings of a planner, which sizes the pools of one model."""
 
     routers: tuple[str, ...] = ()
@@ -49,8 +49,6 @@ class PlannerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySetti
     """Settings of the kubernetes executor."""
     every_s: PositiveFloat = 5.0
     """Seconds between two decisions."""
-    host: str = Field(default="127.0.0.1")
-    """Address on which metrics are served."""
 
     def check(self) -> None:
         """Check settings against each other.

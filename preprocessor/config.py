@@ -7,32 +7,31 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from cluster.config import Config, HealthSettings, LogSettings, MetricsSettings
+from cluster.config import (
+    Config,
+    DrainSettings,
+    HealthSettings,
+    HostSettings,
+    LogSettings,
+    MetricsSettings,
+    ReachedSettings,
+)
 from engine.config import WorkerConfig
 from engine.model.hub import ModelPath, model_name
-from engine.settings import PLUGIN_NAME
+from engine.settings import PLUGIN_NAME, VllmFlags
 
 
-class MediaSettings(HealthSettings, MetricsSettings, LogSettings, Config):
+class MediaSettings(VllmFlags, HostSettings, DrainSettings, HealthSettings, MetricsSettings, LogSettings, Config):
     """Settings that preprocessors and encode workers share."""
 
     engine: str = Field(default="vllm", pattern=PLUGIN_NAME)
     """Engine of the model's workers, whose own code reads media: vllm, or sim for tests."""
-    vllm_python: Path | None = None
-    """Python interpreter of the environment with vLLM and Tandem, as the worker's setting of this name."""
-    vllm_options: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's EngineArgs by name. Give those that workers have and that concern media, such as
-    max_model_len, limit_mm_per_prompt and mm_processor_kwargs."""
-    vllm_args: str = ""
-    """The same as flags of `vllm serve`, as the workers' setting of this name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of tensors, as the workers' setting of this name."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
 
     def worker_config(self, directory: Path) -> WorkerConfig:
         """Return the settings with which the engine opens a model's media processor, or its encoder.
@@ -60,7 +59,7 @@ class MediaModel(Config):
         return self.name or model_name(self.path)
 
 
-class PreprocessorConfig(MediaSettings):
+class PreprocessorConfig(ReachedSettings, MediaSettings):
     """Settings of a preprocessor, which makes pictures, sounds and videos ready for models."""
 
     models: tuple[MediaModel, ...] = ()
@@ -69,10 +68,6 @@ class PreprocessorConfig(MediaSettings):
     """Model directory or repository of the only model; the same as one entry of `models` with a path."""
     port: int = Field(default=50061, ge=0, le=65535)
     """gRPC port, for routers and workers; 0 lets the system choose."""
-    advertise_host: str = ""
-    """Host at which workers reach this preprocessor, when it is not `host`."""
-    drain_s: NonNegativeFloat = 30.0
-    """Seconds for which a stopping preprocessor keeps the tensors of running requests."""
 
     processes: int = Field(default=3, ge=1, le=256)
     """Number of child processes of each model. Each decodes the files of one request at a time, on one core. One of

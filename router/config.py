@@ -7,7 +7,14 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from cluster.config import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
+from cluster.config import (
+    DiscoverySettings,
+    DrainSettings,
+    HealthSettings,
+    LogSettings,
+    MetricsSettings,
+    ReachedSettings,
+)
 from router.admission.config import AdmissionConfig
 from router.batches.config import BatchesConfig
 from router.models.config import ModelsConfig
@@ -21,6 +28,8 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 class RouterConfig(
     SecuritySettings,
     ModelsConfig,
+    ReachedSettings,
+    DrainSettings,
     HealthSettings,
     MetricsSettings,
     LogSettings,
@@ -56,10 +65,6 @@ class RouterConfig(
     metrics_on_http_port: bool = False
     """Whether `http_port` serves /metrics too, for scrapers that reach no other port. With API keys an operator's key
     is needed there: metrics name tenants."""
-    advertise_host: str = ""
-    """Host at which workers that find this router in Redis reach it, when it is not `host`."""
-    drain_s: NonNegativeFloat = 30.0
-    """Seconds for which a stopping router lets its streams finish, before it ends them."""
     ready_without_workers: bool = False
     """Whether the router is ready without any decode worker. Set it for pools that may be scaled to zero: a service
     address that leads only to ready routers would otherwise reach none, and no request could bring the pool back.
@@ -97,20 +102,11 @@ class RouterConfig(
     once, beside its steps."""
 
     learn_rates: bool = True
-    """Whether placement learns speeds from receipts. Otherwise it always uses the figures below, for benchmarks and
-    tests."""
+    """Whether placement learns speeds from receipts. Otherwise it always uses the two below."""
     prefill_tokens_per_s: PositiveFloat = 4000.0
-    """Prompt tokens per second of a prefill worker, assumed until receipts arrive, as are the figures below."""
+    """Prompt tokens per second of a prefill worker, assumed until receipts arrive."""
     decode_prefill_tokens_per_s: PositiveFloat = 1000.0
     """Prompt tokens per second of a decode worker, whose prompts are computed in small chunks between decode steps."""
-    kv_bytes_per_s: PositiveFloat = 1e9
-    """Bandwidth between any two workers, in bytes per second."""
-    loan_overhead_s: PositiveFloat = 0.003
-    """Fixed seconds of a loan: handshake and the last read."""
-    step_s: PositiveFloat = 0.001
-    """Fixed seconds of computing a prompt on either kind of worker."""
-    stream_delay_s: PositiveFloat = 0.001
-    """Seconds that one more running stream on a decode worker costs the others."""
 
     decisions_memory_mib: NonNegativeFloat = 16.0
     """Memory for recent placement decisions with all their inputs, which `tandem explain --request ID` shows: 4 KiB
@@ -118,10 +114,9 @@ class RouterConfig(
 
     decisions_file: Path | None = None
     """File to which each placement is appended with all its inputs, and each request with its outcome, as JSON lines
-    without prompts and outputs. `tandem explain --log FILE --request ID` shows them. To rotate it, move it away."""
-    decision_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of requests written to `decisions_file`. A line has 10 kB with ten workers and half a megabyte with a
-    hundred; lines that cannot be written fast enough are dropped."""
+    without prompts and outputs. `tandem explain --log FILE --request ID` shows them. A line has 10
+    kB with ten workers and half a megabyte with a hundred; lines that cannot be written fast enough are dropped. To
+    rotate it, move it away."""
 
     samples_file: Path | None = None
     """File to which samples of requests with their receipts, and all feedback, are appended. To rotate it, move it
@@ -164,14 +159,7 @@ class RouterConfig(
         return origins
 
     def priors(self) -> Priors:
-        return Priors(
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
-            decode_prefill_tokens_per_s=self.decode_prefill_tokens_per_s,
-            kv_bytes_per_s=self.kv_bytes_per_s,
-            loan_overhead_s=self.loan_overhead_s,
-            step_s=self.step_s,
-            stream_delay_s=self.stream_delay_s,
-        )
+        return Priors(self.prefill_tokens_per_s, self.decode_prefill_tokens_per_s)
 
     def id(self) -> str:
         return self.router_id or f"router-{socket.gethostname()}-{os.getpid()}"

@@ -18,11 +18,20 @@ from pydantic.fields import FieldInfo
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cluster.config import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings, TlsSettings
+from cluster.config import (
+    DiscoverySettings,
+    DrainSettings,
+    HealthSettings,
+    HostSettings,
+    LogSettings,
+    MetricsSettings,
+    ReachedSettings,
+    TlsSettings,
+)
 from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from engine.engine_kind import BUILT_IN, kind_of
-from engine.settings import CommonSettings
+from engine.settings import CommonSettings, VllmFlags
 from planner.config import PoolConfig
 from planner.executors import KubernetesConfig
 from planner.runtime import PlannerConfig
@@ -50,7 +59,7 @@ range stops the start with an error that names the key.
 TABLE = "| key | default | meaning |\n| --- | --- | --- |\n"
 BASIC: dict[type[BaseModel], tuple[str, ...]] = {
     RouterConfig: (
-        *("model", "models", "port", "http_port", "host", "tenants", "default_tenant", "api_keys_file"),
+        *("model", "models", "port", "http_port", "tenants", "default_tenant", "api_keys_file"),
         "default_deadline_s",
     ),
     WorkerConfig: (*("model", "routers", "kv_memory_mib", "kv_host_memory_mib", "kv_disk_dir", "tensor_parallel"),),
@@ -63,7 +72,10 @@ BASIC: dict[type[BaseModel], tuple[str, ...]] = {
 }
 """Basic settings, at most 12 for each role."""
 SHARED: dict[str, tuple[type[BaseModel], ...]] = {
-    "Every role": (LogSettings, TlsSettings, MetricsSettings, HealthSettings),
+    "Every role": (HostSettings, LogSettings, TlsSettings, MetricsSettings, HealthSettings),
+    "Router, worker and preprocessor": (ReachedSettings,),
+    "Every role but the planner": (DrainSettings,),
+    "Worker with the vllm engine, preprocessor and encode worker": (VllmFlags,),
     "Router, worker and planner": (DiscoverySettings,),
     "Preprocessor and encode worker": (MediaSettings,),
 }
@@ -110,9 +122,8 @@ def page() -> Iterator[str]:
         yield f"\n## {title}: basic\n\n{TABLE}" + rows(settings, basic)
         yield f"\n## {title}: advanced\n\n{TABLE}" + rows(settings, in_order(settings, rest))
         for engine, names in of_engines.items():
-            yield f"\n## {title}: {engine} engine\n\n{TABLE}" + rows(
-                settings, in_order(settings, set(names) - set(basic))
-            )
+            if own_names := set(names) - {*basic, *shared}:
+                yield f"\n## {title}: {engine} engine\n\n{TABLE}" + rows(settings, in_order(settings, own_names))
     for title, classes in SHARED.items():
         yield f"\n## {title}\n\n{TABLE}" + "".join(rows(each, own(each)) for each in classes)
     for settings, title in PARTS.items():

@@ -21,7 +21,6 @@ import os
 import random
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,12 +112,8 @@ class DecisionLog:
 
         Raises StartError where it cannot be written.
         """
-        self._share = config.decision_share if config.decisions_file is not None else 0.0
+        self.on = config.decisions_file is not None
         self._lines = JsonLines(config.decisions_file, "decisions_file", MAX_UNWRITTEN_DECISIONS)
-
-    @property
-    def on(self) -> bool:
-        return self._share > 0
 
     def placed(self, entry: Entry, placement: Placement) -> None:
         placement_snapshot = placement.placement_snapshot
@@ -153,8 +148,7 @@ class DecisionLog:
         await self._lines.close()
 
     def _wanted(self, entry: Entry) -> bool:
-        """Return whether to log a request, the same answer for all its lines."""
-        return self.on and entry.request_id != "" and zlib.crc32(entry.request_id.encode()) < self._share * 2**32
+        return self.on and entry.request_id != ""
 
 
 def _said(refusal: Refused | None) -> str:

@@ -45,11 +45,13 @@ class Priors:
 
     prefill_tokens_per_s: float
     decode_prefill_tokens_per_s: float
-    kv_bytes_per_s: float
-    loan_overhead_s: float
-    step_s: float
+    kv_bytes_per_s: float = 1e9
+    """Bandwidth between any two workers."""
+    loan_overhead_s: float = 0.003
+    """Fixed seconds of a loan: handshake and the last read."""
+    step_s: float = 0.001
     """Fixed seconds of a prompt on either kind of worker."""
-    stream_delay_s: float
+    stream_delay_s: float = 0.001
     """Seconds that one more running stream costs on a decode worker; spreads streams where nothing else decides."""
 
 
