@@ -2,7 +2,8 @@
 
 Parts, each for every model of `--models`:
 
-- alone: one aggregated worker of Tandem (router, front and gRPC clients included) beside vLLM's AsyncLLM, in turns;
+- alone: one aggregated worker of Tandem (router, front and gRPC clients included) beside vLLM's AsyncLLM, and the same
+  worker by HTTP beside `vllm serve`, in turns;
 - pair: 1 prefill + 1 decode beside 2 aggregated workers on this GPU, and what is left of a loan after its last chunk.
 
 Both sides get the same arguments. Models have random weights and are made in .bench/. Each part has a time limit, and
@@ -114,11 +115,11 @@ def setting_of(run: Run, name: str) -> Setting:
 async def measure_alone(
     run: Run, setting: Setting, gpu: dict[str, Any], console: Console, kept: dict[str, Any]
 ) -> None:
-    needed = 2 * (weight_bytes(setting.model) + (setting.kv_mib << 20) + OVERHEAD_BYTES)
+    needed = 3 * (weight_bytes(setting.model) + (setting.kv_mib << 20) + OVERHEAD_BYTES)
     together = run.rehearses or needed <= gpu["bytes"]
     kept["both resident"] = together
     with tempfile.TemporaryDirectory() as scratch:
-        await compare(setting, run.sizes.alone, run.rounds, together, Path(scratch), console, kept)
+        await compare(setting, run.sizes.alone, run.rounds, together, Path(scratch), console, kept, over_http=True)
 
 
 async def measure_pair(run: Run, setting: Setting, console: Console, kept: dict[str, Any]) -> None:

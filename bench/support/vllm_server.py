@@ -49,7 +49,7 @@ class VllmServer:
         variables: Mapping[str, str] | None = None,
         entered: Callable[[list[str]], list[str]] = list,
     ) -> None:
-        """Create it; `entered` turns the server's command into the one that is run."""
+        """Create it, without `cores` for a GPU; `entered` turns the server's command into the one that is run."""
         self._environment = environment
         self._host = host
         self._port = port
@@ -128,7 +128,8 @@ class VllmServer:
                     yield time.monotonic()
 
     def _variables(self) -> dict[str, str]:
-        return os.environ | cpu_variables(self._environment, self._cores, self._cache) | self._more_variables
+        of_cpu = cpu_variables(self._environment, self._cores, self._cache) if self._cores else {}
+        return os.environ | of_cpu | self._more_variables
 
     async def _await_ready(self) -> None:
         give_up_at = time.monotonic() + START_TIMEOUT_S

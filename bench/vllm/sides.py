@@ -1,4 +1,4 @@
-"""Plain vLLM and one aggregated Tandem worker with equal arguments, under the same loads in turns.
+"""Plain vLLM, `vllm serve` and one aggregated Tandem worker with equal arguments, under the same loads in turns.
 
 `bench/gpu_vllm.py` compares them on a GPU, `bench/vllm/aggregated.py` on CPUs.
 """
@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -21,9 +21,11 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from bench.compare.http_wire import MODEL_NAME
+from bench.router.site import free_port
 from bench.support.report import Bar, percentile
-from bench.support.vllm_server import cpu_variables
-from bench.vllm.compared import BLOCK, quiet
+from bench.support.vllm_server import VllmServer, cpu_variables
+from bench.vllm.compared import BLOCK, Pausable, quiet
 from bench.vllm.streams import SAMPLINGS, Offered, StreamLoad
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import Topology, plan_topology
@@ -35,6 +37,9 @@ END_S = 20.0
 LONG_PROMPTS = 4
 """Prompts a turn, one after the other, whose time to first token is measured."""
 LAST_LINES = 15
+OTHER_PROMPTS = 5_000
+VLLM, SERVE, TANDEM, TANDEM_HTTP = "vllm", "vllm serve", "tandem", "tandem http"
+"""Columns of figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class Setting:
         """Return the settings of a Tandem worker."""
         settings = {
             "model": self.model,
+            "model_name": MODEL_NAME,
             "engine": "vllm",
             "vllm_python": self.python,
             "dtype": self.dtype,
@@ -92,7 +98,7 @@ class Setting:
 
     def topology(self, num_prefill: int, num_decode: int, **router: Any) -> Topology:
         """Return a cluster whose vLLM engines have no cores but those that the setting names."""
-        settings = {"model": self.model, "port": 0} | router
+        settings = {"models": [{"path": self.model, "name": MODEL_NAME}], "port": 0} | router
         cores = sorted(os.sched_getaffinity(0))
         return plan_topology(num_prefill, num_decode, settings, self.worker(), cores, finds_cores=lambda _: True)
 
@@ -206,11 +212,58 @@ def plain(setting: Setting, scratch: Path) -> Clients:
     return Clients([str(setting.python), "-m", "bench.vllm.plain", json.dumps(asked)], 1, variables)
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Processes of one side that are ready."""
+
+    clients: Mapping[str, Clients]
+    """Clients by the name of the column of their figures."""
+    to_pause: Sequence[Pausable] = ()
+    """Processes that are stopped while others are measured."""
+
+
 @asynccontextmanager
-async def aggregated(setting: Setting) -> AsyncIterator[Clients]:
-    """Start a router and one aggregated worker of Tandem; yield their clients."""
-    async with LocalCluster(setting.topology(0, 1)) as cluster, clients_of(cluster, setting.clients) as clients:
-        yield clients
+async def alone(setting: Setting, scratch: Path) -> AsyncIterator[Started]:
+    """Start vLLM alone."""
+    async with plain(setting, scratch) as clients:
+        yield Started({VLLM: clients}, [clients])
+
+
+@asynccontextmanager
+async def served(setting: Setting, scratch: Path) -> AsyncIterator[Started]:
+    """Start `vllm serve`, with clients over HTTP."""
+    options: list[str] = []
+    for name, value in setting.plain_arguments().items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            options.append(f"--{flag}" if value else f"--no-{flag}")
+        elif name != "model":
+            options += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+    environment = setting.python.parent.parent
+    variables = {} if setting.cores else {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    server = VllmServer(
+        environment, setting.model, setting.cores, scratch / "serve", *options, port=free_port(), variables=variables
+    )
+    async with server, http_clients(int(server.url.rpartition(":")[2]), setting.clients) as clients:
+        yield Started({SERVE: clients}, [server])
+
+
+@asynccontextmanager
+async def aggregated(setting: Setting, over_http: bool = False) -> AsyncIterator[Started]:
+    """Start a router and one aggregated worker of Tandem; with `over_http` it has clients over HTTP, too."""
+    async with AsyncExitStack() as stack:
+        topology = setting.topology(0, 1, **{"http_port": 0} if over_http else {})
+        cluster = await stack.enter_async_context(LocalCluster(topology))
+        clients = {TANDEM: await stack.enter_async_context(clients_of(cluster, setting.clients))}
+        if over_http:
+            assert cluster.router.http_address is not None
+            port = int(cluster.router.http_address.rpartition(":")[2])
+            clients[TANDEM_HTTP] = await stack.enter_async_context(http_clients(port, setting.clients))
+        yield Started(clients)
+
+
+def http_clients(port: int, count: int) -> Clients:
+    return Clients([sys.executable, "-m", "bench.null.client", str(port), "completions"], count)
 
 
 def clients_of(cluster: LocalCluster, count: int) -> Clients:
@@ -272,59 +325,77 @@ async def compare(
     scratch: Path,
     console: Console,
     figures: dict[str, Any],
+    over_http: bool = False,
 ) -> None:
-    """Measure both sides in turns, and keep their medians in `figures` after each round.
+    """Measure the sides in turns, and keep their medians in `figures` after each round.
 
-    With `together` both are started once, and plain vLLM's processes are stopped during Tandem's turns. Otherwise each
-    turn starts its side and ends it.
+    With `together` all are started once, and vLLM's own processes are stopped during the turns of others. Otherwise
+    each turn starts its side and ends it. With `over_http` there are two more columns: `vllm serve`, and Tandem by its
+    HTTP API.
     """
     measured: dict[str, dict[str, Figures]] = {}
 
-    async def turn(side: str, clients: Clients, name: str, load: StreamLoad, number: int) -> None:
-        found = measured.setdefault(name, {}).setdefault(side, Figures())
-        for repeat in range(LONG_PROMPTS if load.output_tokens == 1 else 1):
-            found.add(await clients.offer(replace(load, seed=LONG_PROMPTS * number + repeat)))
-        last = {each: values[-1] for each, values in asdict(found).items() if values}
-        console.print(f"round {number}, {name}, {side}:", {each: round(value, 2) for each, value in last.items()})
+    async def turn(side: Started, name: str, load: StreamLoad, number: int) -> None:
+        for column, clients in side.clients.items():
+            found = measured.setdefault(name, {}).setdefault(column, Figures())
+            if column in (SERVE, TANDEM_HTTP):  # what was asked over gRPC is cached
+                load = replace(load, first=load.first + OTHER_PROMPTS)
+            for repeat in range(LONG_PROMPTS if load.output_tokens == 1 else 1):
+                found.add(await clients.offer(replace(load, seed=LONG_PROMPTS * number + repeat)))
+            last = {each: values[-1] for each, values in asdict(found).items() if values}
+            shown = {each: round(value, 2) for each, value in last.items()}
+            console.print(f"round {number}, {name}, {column}:", shown)
 
-    async def warm(clients: Clients) -> None:
-        for load in loads.warm_up(setting.vocabulary):
-            await clients.offer(load)
+    async def warm(side: Started) -> None:
+        for column, clients in side.clients.items():
+            if column == VLLM:
+                figures["plain vllm"] = clients.about
+            for load in loads.warm_up(setting.vocabulary):
+                await clients.offer(load)
 
+    starts = [lambda: alone(setting, scratch), lambda: aggregated(setting, over_http)]
+    if over_http:
+        starts.append(lambda: served(setting, scratch))
     figures["loads"] = {}
+    all_loads = loads.all(setting.vocabulary).items()
     async with AsyncExitStack() as stack:
+        running: list[Started] = []
         if together:
-            theirs, ours = await asyncio.gather(
-                stack.enter_async_context(plain(setting, scratch)), stack.enter_async_context(aggregated(setting))
-            )
-            figures["plain vllm"] = theirs.about
-            await warm(theirs)
-            with quiet(theirs):
-                await warm(ours)
+            running = await asyncio.gather(*(stack.enter_async_context(start()) for start in starts))
+            for side in running:
+                with others_paused(side, running):
+                    await warm(side)
         for number in range(rounds):
-            if together:
-                for name, load in loads.all(setting.vocabulary).items():
-                    await turn("vllm", theirs, name, load, number)
-                    with quiet(theirs):
-                        await turn("tandem", ours, name, load, number)
-            else:
-                for side, start in (("vllm", plain(setting, scratch)), ("tandem", aggregated(setting))):
-                    async with start as clients:
-                        figures.setdefault("plain vllm", clients.about)
-                        await warm(clients)
-                        for name, load in loads.all(setting.vocabulary).items():
-                            await turn(side, clients, name, load, number)
+            for name, load in all_loads if together else ():
+                for side in running:
+                    with others_paused(side, running):
+                        await turn(side, name, load, number)
+            for start in () if together else starts:
+                async with start() as side:
+                    await warm(side)
+                    for name, load in all_loads:
+                        await turn(side, name, load, number)
             figures["loads"] = {name: _medians(sides) for name, sides in measured.items()}
 
 
+@contextlib.contextmanager
+def others_paused(side: Started, running: Sequence[Started]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for process in (each for other in running if other is not side for each in other.to_pause):
+            stack.enter_context(quiet(process))
+        yield
+
+
 def _medians(sides: dict[str, Figures]) -> dict[str, dict[str, float]]:
-    """Return the medians of the rounds by figure and side, and their ratio."""
+    """Return the medians of the rounds by figure and column, and the ratios of Tandem's to vLLM's."""
     found: dict[str, dict[str, float]] = {}
     for each in fields(Figures):
         values = {side: getattr(rounds, each.name) for side, rounds in sides.items()}
         if all(values.values()):
             medians = {side: statistics.median(rounds) for side, rounds in values.items()}
-            found[each.name] = medians | {"ratio": medians["tandem"] / medians["vllm"]}
+            found[each.name] = medians | {"ratio": medians[TANDEM] / medians[VLLM]}
+            if SERVE in medians:
+                found[each.name]["ratio over HTTP"] = medians[TANDEM_HTTP] / medians[SERVE]
     return found
 
 
@@ -349,4 +420,8 @@ def bars_of(model: str, loads: dict[str, dict[str, dict[str, float]]], limits: L
         tokens, itl = found["tokens_per_s"]["ratio"], found["itl_p50_ms"]["ratio"]
         bars.append(Bar(f"{what}: output tokens/s / plain vLLM's", tokens, limits.tokens_per_s, at_least=True))
         bars.append(Bar(f"{what}: ITL p50 / plain vLLM's", itl, limits.itl_p50_ms))
+        if (over_http := found["tokens_per_s"].get("ratio over HTTP")) is not None:
+            bars.append(Bar(f"{what}, over HTTP: output tokens/s / `vllm serve`", over_http, 1.0, at_least=True))
+            itl = found["itl_p50_ms"]["ratio over HTTP"]
+            bars.append(Bar(f"{what}, over HTTP: ITL p50 / `vllm serve`", itl, limits.itl_p50_ms))
     return bars
