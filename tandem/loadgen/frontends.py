@@ -270,6 +270,8 @@ class HttpFrontend(Frontend):
                     raise _error(answer.status, await answer.read(), answer.headers)
                 served = (await answer.json())["data"]
             served = [(model["id"], int(model.get("max_model_len") or 0)) for model in served]
+        except self._http.ClientConnectorError as error:
+            raise Unavailable(f"{self._url}: no server answers there: {error.strerror}") from None
         except (self._http.ClientError, ValueError, KeyError, TypeError, AttributeError, TimeoutError) as error:
             raise Unavailable(f"{self._url}/v1/models: {error!r:.200}") from None
         matches = [model for model in served if not self.model or model[0] == self.model]
