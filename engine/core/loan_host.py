@@ -77,15 +77,16 @@ class CacheQueries:
     def answer(self, query: InspectCache) -> None:
         """Send what the pool holds, after dropping pins and blocks if the query says so.
 
-        Where objects of the shared store are removed, the answer comes when they are.
+        Where blocks in stores are removed, the answer comes when they are: no later request finds them.
         """
         cached, drop = self._cached, query.drop
         dropped_pins = cached.pins.clear(query.tenant) if query.drop_pins else 0
         in_pool = in_tiers = in_use = 0
         is_whole, refused, keys = True, "", None
+        stored: list[BlockKey] = []
         if drop is not None and not (refused := self._refusal(drop)):
             keys = None if drop.token_ids is None else self._keys_of(drop, drop.token_ids)
-            in_pool, in_tiers, in_use, is_whole = drop_cached(cached, keys)
+            in_pool, in_tiers, in_use, is_whole, stored = drop_cached(cached, keys)
         pool, pins = cached.pool, cached.pins
         inspected = CacheInspected(
             query.query_id,
@@ -101,20 +102,28 @@ class CacheQueries:
             is_whole=is_whole,
             refused=refused,
         )
-        if drop is None or refused or not drop.store:
-            self._emit(inspected)
-            return
-        assert cached.shared is not None
-        assert keys is not None
+        from_shared = keys if drop is not None and drop.store and not refused else None
 
-        def on_removed(num_objects: int, failure: str) -> None:
-            self._post(partial(self._removed, inspected, num_objects, failure))
+        def remove_shared() -> None:
+            if from_shared is None:
+                self._emit(inspected)
+            else:
+                assert cached.shared is not None
+                cached.shared.store.remove(from_shared, lambda *removed: self._post(partial(answered, *removed)))
 
-        cached.shared.store.remove(keys, on_removed)
+        def answered(num_objects: int, failure: str) -> None:
+            self._emit(inspected._replace(removed_objects=num_objects, store_failure=failure))
 
-    def _removed(self, inspected: CacheInspected, num_objects: int, failure: str) -> None:
-        """Send the answer that waited for the shared store."""
-        self._emit(inspected._replace(removed_objects=num_objects, store_failure=failure))
+        def local_removed(num_removed: int, failure: str) -> None:
+            if failure:
+                log.warning("dropped blocks stay in the local store: %s", failure)
+            self._post(remove_shared)
+
+        if stored:
+            assert cached.local is not None
+            cached.local.store.remove(stored, local_removed)
+        else:
+            remove_shared()
 
     def _keys_of(self, drop: CacheDrop, token_ids: Sequence[int]) -> list[BlockKey]:
         """Return the keys of the full blocks of a prompt."""
@@ -129,11 +138,13 @@ class CacheQueries:
         return "this worker has no kv_store" if below is None else below.store.keeps_objects
 
 
-def drop_cached(cached: CachedBlocks, keys: Sequence[BlockKey] | None) -> tuple[int, int, int, bool]:
-    """Drop the cached blocks of these names, or of all, from the pool and the local store below it.
+def drop_cached(
+    cached: CachedBlocks, keys: Sequence[BlockKey] | None
+) -> tuple[int, int, int, bool, list[BlockKey]]:
+    """Drop the cached blocks of these names, or of all, from the pool, and choose those of the local store below it.
 
-    Returns the numbers of blocks that were dropped from the pool and only from the store, the number of those named
-    blocks that stay because they are in use, and whether none is left to be dropped.
+    Returns the numbers of blocks that were dropped from the pool and that are only in the store, the number of those
+    named blocks that stay because they are in use, whether none is left to be dropped, and what the store must remove.
     """
     pool, store = cached.pool, cached.local.store if cached.local is not None else None
     if keys is None:
@@ -148,15 +159,8 @@ def drop_cached(cached: CachedBlocks, keys: Sequence[BlockKey] | None) -> tuple[
         stored = [key for key in keys if key in known and key not in pool]
         is_whole, in_use = True, sum(key in pool for key in keys)
     only_stored = set(stored).difference(from_pool)
-    if store is not None and (gone := list(dict.fromkeys([*from_pool, *stored]))):
-        store.remove(gone, _ignore_count)
-    return len(from_pool), len(only_stored), in_use, is_whole
-
-
-def _ignore_count(num_removed: int, failure: str) -> None:
-    """Log that blocks of the local store stay, which its own bounds remove later."""
-    if failure:
-        log.warning("dropped blocks stay in the local store: %s", failure)
+    gone = [] if store is None else list(dict.fromkeys([*from_pool, *stored]))
+    return len(from_pool), len(only_stored), in_use, is_whole, gone
 
 
 @dataclass(frozen=True, slots=True)

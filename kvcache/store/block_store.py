@@ -128,6 +128,8 @@ class BlockStore(KvStore):
         self._known: OrderedDict[BlockKey, BlockKey] = OrderedDict()
         """Parents of the blocks that are known to be stored, by key."""
         self._writing: set[BlockKey] = set()
+        self._unwanted: set[BlockKey] = set()
+        """Blocks that were removed while they were being written."""
         self._events: list[CacheEvent] = []
         self._avoid_until = -AVOID_S
         self._complained_at = -COMPLAIN_EVERY_S
@@ -200,6 +202,7 @@ class BlockStore(KvStore):
     def remove(self, keys: Sequence[BlockKey], on_removed: Callable[[int, str], object]) -> None:
         for key in keys:
             self._known.pop(key, None)
+        self._unwanted |= self._writing.intersection(keys)
         self._events.append(Removed(tuple(keys), shared=not self.is_local))
         _logged(self._writers.submit(self._remove_all, tuple(keys), on_removed))
 
@@ -259,9 +262,12 @@ class BlockStore(KvStore):
         self._rows.append(done.row)
         if done.error is not None:
             self._complain("written", done.error)
+        elif done.block.key in self._unwanted:
+            _logged(self._writers.submit(self._remove, done.block.key))
         else:
             self.counts.written += not done.was_there
             self._know(done.block)
+        self._unwanted.discard(done.block.key)
         for key in done.evicted:
             self.counts.evicted += 1
             self._forget(key)

@@ -90,11 +90,30 @@ def test_blocks_that_only_the_local_store_holds_go_too_and_are_told_once() -> No
         store.put(bytes(16), key, content, fingerprint)
     store.settle()
     cached.take_events()
-    assert drop_cached(cached, [keys[0], foreign[0]]) == (1, 1, 0, True)
+    assert drop_cached(cached, [keys[0], foreign[0]]) == (1, 1, 0, True, [keys[0], foreign[0]])
+    store.remove([keys[0], foreign[0]], lambda count, failure: None)
     told = [key for event in cached.take_events() if isinstance(event, Removed) for key in event.keys]
     assert sorted(told) == sorted([keys[0], foreign[0]])
-    assert drop_cached(cached, None) == (3, 1, 0, True)
+    found = engine.ask(InspectCache(1, drop=CacheDrop(None)))
+    assert (found.dropped_in_pool, found.dropped_in_tiers, found.in_use, found.is_whole) == (3, 1, 0, True)
+    assert objects.stored == {}
+
+
+def test_the_answer_comes_when_the_local_store_has_removed_what_was_dropped() -> None:
+    """A request after it would find the blocks there, since other processes write to the same folder."""
+    objects = MemoryObjects()
+    engine = Engine(local=objects)
+    engine.serve(PROMPT)
+    cached, (store,) = engine.core._kv_cache.cached, engine.stores
+    store.put(bytes(16), bytes(range(16)), next(iter(cached._memory.read_blocks([0]))), cached.fingerprints_of([0]))
     store.settle()
+    assert objects.stored
+    engine.said.clear()
+    engine.send(InspectCache(1, drop=CacheDrop(None)))
+    engine.receive()
+    assert not any(isinstance(message, CacheInspected) for message in engine.said)
+    engine.settle()
+    assert any(isinstance(message, CacheInspected) for message in engine.said)
     assert objects.stored == {}
 
 

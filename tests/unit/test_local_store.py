@@ -110,6 +110,21 @@ def test_memory_is_asked_before_the_disk_and_an_eviction_from_one_keeps_the_othe
     assert fetched(store, 0, 1, 2) == []
 
 
+def test_a_block_that_is_removed_while_it_is_written_does_not_come_back(tmp_path: Path) -> None:
+    store = store_over(folder(tmp_path, DISK, 8))
+    block = block_of(0)
+    store.put(ROOT, KEYS[0], block, fingerprint_of(block))
+    store.remove(KEYS[:1], lambda count, failure: None)
+    store.writers.waiting.reverse()  # two threads write: the removal may come first
+    store.settle()
+    store.take_events()
+    store.settle()
+    assert store.lacks(KEYS[0])
+    assert fetched(store, 0) == []
+    put(store, 0)
+    assert fetched(store, 0) == [0]
+
+
 def test_a_full_disk_is_told_once_and_costs_only_what_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
