@@ -16,7 +16,7 @@ AS_STARTED = os.nice(0) + 5
 CORES = in_machine_order(os.sched_getaffinity(0))
 PROCESS = """
 import json, os, re, sys, threading
-from engine.host import core_allocation as neighbours
+from engine.host import cores as neighbours
 from engine.config import WorkerConfig
 
 name, role, told, refused = json.loads(sys.argv[1])
