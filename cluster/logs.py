@@ -46,7 +46,7 @@ def trace_id() -> str:
 VARIABLE = "TANDEM_LOG"
 LEVELS = ("debug", "info", "warning", "error")
 OURS = (
-    "cluster", "decode_worker", "encode_worker", "engine", "kvcache", "kvtransfer", "loans", "planner",
+    "batches", "cluster", "decode_worker", "encode_worker", "engine", "kvcache", "kvtransfer", "loans", "planner",
     "prefill_worker", "preprocessor", "router", "sizing", "tandem", "tandem_connector", "worker", "workloads",
 )  # fmt: skip
 """Packages whose loggers follow `log_level`; library loggers never log less than warnings."""

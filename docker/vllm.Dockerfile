@@ -8,6 +8,7 @@ WORKDIR /src
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python3 -m venv /opt/tandem
 COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY batches batches
 COPY cluster cluster
 COPY decode_worker decode_worker
 COPY encode_worker encode_worker

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from batches.service import check_folder
+from batches.storage.disk import Disk
 from cluster.config import LogSettings, TlsSettings, read_file, unknown_key
 from cluster.errors import StartError
 from encode_worker.config import EncoderConfig
@@ -30,8 +32,6 @@ from engine.engine_kind import kind_of
 from engine.model.hub import absolute
 from engine.vllm_flags import OF_ENCODERS, OF_PREPROCESSORS, only
 from preprocessor.config import MediaModel, PreprocessorConfig
-from router.batches.service import check_folder
-from router.batches.storage.disk import Disk
 from router.config import RouterConfig
 from router.models.config import ModelEntry, ModelsConfig
 from router.models.model_files import fetch_models, read_models

@@ -124,6 +124,7 @@ class Site:
             "http_port": 0,
             "internal_port": 0,
             "metrics_port": 0,
+            "batches_folder": folder / "batches",
             "api_keys_file": keys,
             "isolate_tenants": True,
             "tenants": LIMITS,

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import socket
 import struct
 import sys
@@ -57,16 +58,18 @@ class Attacker:
             async for _ in self.stub.GenerateBatch(batch, metadata=self._metadata):
                 pass
 
-    async def post(self, path: str, body: bytes, withheld: int = 0) -> None:
-        """Send a body, but for its last `withheld` bytes, and wait for the answer."""
+    async def post(self, path: str, body: bytes, withheld: int = 0, headers: str = "") -> bytes:
+        """Send a body, but for its last `withheld` bytes, and return the answer; of no answer, nothing."""
         host, port = self._http.rsplit(":", 1)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             reader, writer = await asyncio.open_connection(host, int(port))
             head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {self._key}\r\n"
-            head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            head += f"content-length: {len(body)}\r\nconnection: close\r\n{headers}\r\n"
             writer.write(head.encode() + body[: len(body) - withheld])
-            await reader.read()
+            answer = await reader.read()
             writer.close()
+            return answer
+        return b""
 
     async def giant_prompts(self) -> None:
         body = json.dumps({"model": "model", "prompt": "the cat sat on " * (BODY_BYTES // 15), "max_tokens": 1})
@@ -104,6 +107,21 @@ class Attacker:
         one = pb.GenerateRequest(model="model", text="a " * 4500, sampling=pb.Sampling(max_tokens=1))
         batch = pb.GenerateBatchRequest(requests=[one] * 400, max_concurrent=256)
         await _always(16, lambda: self.batch(batch))
+
+    async def files(self) -> None:
+        """Batches of files, whose lines are refused and tried again."""
+        await _always(4, self._batch_of_a_file)
+
+    async def _batch_of_a_file(self) -> None:
+        asked = {"model": "model", "prompt": "a " * 4500, "max_tokens": 1}
+        lines = [{"custom_id": f"{n}", "method": "POST", "url": "/v1/completions", "body": asked} for n in range(400)]
+        content = "".join(f"{json.dumps(line)}\n" for line in lines)
+        part = '--x\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+        form = part % ("purpose", "batch") + part % ('file"; filename="f', content) + "--x--\r\n"
+        answer = await self.post("/v1/files", form.encode(), 0, "content-type: multipart/form-data; boundary=x\r\n")
+        if (found := re.search(rb"file-[0-9a-f]{32}", answer)) is not None:
+            body = {"input_file_id": found[0].decode(), "endpoint": "/v1/completions", "completion_window": "1m"}
+            await self.post("/v1/batches", json.dumps(body).encode())
 
     async def slow_bodies(self) -> None:
         body = json.dumps({"model": "model", "prompt": "a" * (BODY_BYTES - 100), "max_tokens": 1}).encode()
@@ -190,6 +208,7 @@ ATTACKS = (
     "json_values",
     "grammars",
     "batches",
+    "files",
     "slow_bodies",
     "stop_ids",
     "penalties",
@@ -200,7 +219,7 @@ ATTACKS = (
 )
 
 
-async def _always(num_tasks: int, work: Callable[[], Awaitable[None]]) -> None:
+async def _always(num_tasks: int, work: Callable[[], Awaitable[object]]) -> None:
     """Do the work again and again, so many at a time; with a pause, so that refusals are no busy loop."""
 
     async def one() -> None:

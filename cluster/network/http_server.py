@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -24,29 +25,27 @@ class HttpServer:
 
     def __init__(
         self,
-        host: str,
+        host: str | Path,
         port: int,
         setting: str,
         credentials: Credentials | None = None,
         shared: bool = False,
         **options: Any,
     ) -> None:
-        """Bind the port; `port` 0 lets the system choose.
+        """Bind the port; `port` 0 lets the system choose. A path for `host` is that of a Unix socket of this user.
 
         Errors name `setting`. Raises StartError.
 
         With `credentials` the server accepts TLS only. Other processes may listen at a `shared` port, too; the system
         gives each connection to one of them. `options` are further options of uvicorn.
         """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            address = host.strip("[]"), port
-            self._socket = socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=shared)
+            self._socket = _unix_socket(host) if isinstance(host, Path) else _tcp_socket(host, port, shared)
         except OSError as error:
             reason = f"cannot listen on {host}:{port}: {os.strerror(error.errno) if error.errno else error}"
             raise StartError(setting, reason) from None
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self.address = str(host) if isinstance(host, Path) else f"{host}:{self._socket.getsockname()[1]}"
         self._credentials = credentials
         self._options = options
         self._server: _Server | None = None
@@ -88,6 +87,24 @@ class HttpServer:
             return
         self._server.should_exit = True
         await self._serving
+
+
+def _tcp_socket(host: str, port: int, shared: bool) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG, reuse_port=shared)
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)  # of a process that died
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(str(path))
+        path.chmod(0o600)
+        listening.listen(BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
 
 
 class _Server(uvicorn.Server):

@@ -22,3 +22,6 @@ class BatchesConfig(Config):
     """Batches of a tenant that have not ended."""
     batch_concurrency: PositiveInt = 64
     """Lines of batches that a router has in flight at a time; tenants take turns."""
+    batches_link: Path | None = None
+    """Folder of the sockets between this router and `python -m batches FOLDER`, where something else runs that process
+    for it, such as a container of its pod. Only its user may enter it. Unset: the router runs the process itself."""

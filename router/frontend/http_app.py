@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -23,7 +23,7 @@ from cluster.errors import InvalidRequest, ServiceError, UnknownModel
 from cluster.network.tls import Credentials
 from cluster.process.life import Drain
 from router.admission.arrivals import Arrivals
-from router.batches.service import Batches
+from router.batches.link import ROUTER_SOCKET, Link
 from router.config import RouterConfig
 from router.frontend.anthropic.answer import MessagesAnswer, token_counter
 from router.frontend.anthropic.answer import error_form as messages_error_form
@@ -62,15 +62,18 @@ from router.frontend.openai.responses.response_store import (
 from router.frontend.openai.responses.responses import read_response
 from router.frontend.openai.responses.responses_answer import ResponsesAnswer
 from router.frontend.openai.responses.responses_answer import error_form as responses_error_form
-from router.frontend.openai_files.lines import line_handler
+from router.frontend.openai_files.lines import LineApplication
 from router.frontend.openai_files.media_files import UploadedMedia
-from router.frontend.openai_files.opening import open_batches
 from router.frontend.openai_files.routes import add_files_and_batches
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
+
+if TYPE_CHECKING:
+    from router.batches.process import BatchesProcess
+
 
 ERROR = {"description": "The error, with its type and the field at fault.", "content": {"application/json": {}}}
 USER = [{"role": "user", "content": "Hello"}]
@@ -204,9 +207,14 @@ def make_app(
     }
     app.state.responses = responses
     add_stored_responses(app, responses, keys, arrivals)
-    handlers = {path: line_handler(endpoint, keys, drain) for path, endpoint in endpoints.items()}
-    app.state.batches = files.batches = batches = open_batches(config, handlers, limits, drain)
-    add_files_and_batches(app, batches, keys, arrivals, drain)
+    app.state.batches = app.state.lines = None
+    if config.batches_folder is not None:
+        from router.batches.process import BatchesProcess  # imported late, because an unused import costs start time
+
+        link = Link.of(config, config.id(), tuple(endpoints), limits.max_bytes, limits.max_values)
+        app.state.batches = files.batches = BatchesProcess(link)
+        app.state.lines = LineApplication(endpoints, link, keys, drain)
+    add_files_and_batches(app, files.batches, keys, arrivals, drain)
     posted: dict[str, ASGIApp] = {**endpoints, **others}
     for path, application in posted.items():  # so that a method other than POST is refused as such
         app.router.add_route(path, application, methods=["POST"])  # type: ignore[arg-type] # an ASGI application
@@ -357,10 +365,13 @@ async def open_http(
     http = OpenAiServer(config.host, port, credentials, config.max_connection_s, config.http_port_shared)
     app = make_app(handler, queries, models, requests, keys, config, arrivals, registry)
     add_console(app, keys, inference.status, queries.recent)
-    batches: Batches | None = app.state.batches
+    batches: BatchesProcess | None = app.state.batches
     if batches is not None:
         parts.push_async_callback(batches.close)
-        batches.runner.start()
+        lines = OpenAiServer(batches.folder / ROUTER_SOCKET, 0, setting="batches_link")
+        parts.push_async_callback(lines.close)
+        await lines.start(app.state.lines)
+        await batches.start()
     responses: ResponseStore = app.state.responses
     parts.push_async_callback(responses.close)
     parts.push_async_callback(http.close)

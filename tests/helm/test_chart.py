@@ -222,6 +222,35 @@ def test_models_of_the_hub_are_fetched_into_a_cache_with_a_token() -> None:
     }
 
 
+@pytest.mark.parametrize("claimed", [True, False])
+def test_files_and_batches_are_a_container_beside_the_router(claimed: bool) -> None:
+    """Only that container has the volume, and both have the folder of the link between them."""
+    folder = "/var/lib/tandem-batches" if claimed else "/tmp/files"
+    values = {"batches": {"claimName": "files"}} if claimed else {"config": {"batches_folder": folder}}
+    manifests = render({"router": values, "redis": {"enabled": True}}, release="x")
+    for version in KUBERNETES:
+        check_schema(manifests, version)
+    check_rules(manifests)
+    config = RouterConfig.parse(config_of(manifests, "x-router", "router"))
+    assert str(config.batches_folder) == folder
+    spec = dict(pod_specs(manifests))["x-router"]
+    router, batches = spec["containers"]
+    assert [*batches["command"], *batches["args"]] == ["python", "-m", "batches", str(config.batches_link)]
+    assert waits_before_stopping(router) == waits_before_stopping(batches)
+    mounts = [
+        {each["name"]: each["mountPath"] for each in container["volumeMounts"]} for container in (router, batches)
+    ]
+    assert all(str(config.batches_link).startswith(f"{each['batches-link']}/") for each in mounts)
+    assert [each.get("batches") for each in mounts] == [None, folder if claimed else None]
+    assert all(each["tmp"] == "/tmp" for each in mounts)
+    both = template({"router": {"batches": {"claimName": "a"}, "config": {"batches_folder": "/b"}}})
+    assert "router.batches.claimName" in both.stderr
+
+
+def test_without_a_folder_there_is_no_process_of_batches() -> None:
+    assert [each["name"] for each in dict(pod_specs(render()))["demo-router"]["containers"]] == ["router"]
+
+
 def test_a_pod_monitor_finds_all_pods_that_have_metrics() -> None:
     values = {"planner": {"enabled": True}, "redis": {"enabled": True}}
     manifests = render(values | {"monitoring": {"podMonitor": True, "interval": "30s", "labels": {"release": "p"}}})

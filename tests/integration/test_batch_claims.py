@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from openai.types import Batch
 
+from batches.claims.claims import Claim, LockClaims
+from batches.claims.redis_claims import RedisClaims
+from batches.storage.batch_store import BatchFolder
+from batches.storage.disk import Disk
 from cluster.errors import StartError
 from conftest import ModelFactory
-from router.batches.claims.claims import Claim, LockClaims
-from router.batches.claims.redis_claims import RedisClaims
-from router.batches.storage.batch_store import BatchFolder
-from router.batches.storage.disk import Disk
-from support.batch_runs import NoThreads
-from support.batch_site import begin, client_of, completion, content_of, ended
+from support.batch_site import batches_pid, begin, client_of, completion, content_of, ended
 from support.processes import pause, until
 from support.redis_server import RedisServer
 from tandem.local.local_cluster import LocalCluster
@@ -119,7 +118,7 @@ async def test_a_wrong_url_stops_the_start() -> None:
 
 
 async def test_a_lock_ends_with_its_process(batch: BatchFolder) -> None:
-    claims = LockClaims(NoThreads())
+    claims = LockClaims()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", HOLDS, str(batch.lock)), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -154,7 +153,7 @@ async def halfway(client: Any, batch_id: str, num_lines: int) -> Batch:
 
 
 def runner_of(folder: Path, batch_id: str, pids: Sequence[int]) -> int:
-    """Number of the router that writes the batch's newest log."""
+    """Number of the router whose process of batches writes the batch's newest log."""
     logs = sorted(next(folder.rglob(batch_id)).glob("answers-*"))
     (number,) = [
         number
@@ -164,27 +163,30 @@ def runner_of(folder: Path, batch_id: str, pids: Sequence[int]) -> int:
     return number
 
 
+@pytest.mark.parametrize("of", ["router", "batches"])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=lambda fault: fault.name)
 async def test_another_router_takes_a_batch_over(
-    redis: RedisServer, tmp_path: Path, sim_model: ModelFactory, fault: signal.Signals
+    redis: RedisServer, tmp_path: Path, sim_model: ModelFactory, fault: signal.Signals, of: str
 ) -> None:
+    """Whichever of the two processes beside each other dies, hangs or is told to stop."""
     folder, num_lines = (tmp_path / "made").resolve(), 150
     async with routers_on(folder, sim_model(400, speaks=True), redis) as cluster:
-        pids = [router.pid for router in cluster.routers]
+        pids = [batches_pid(router) for router in cluster.routers]
         clients = [client_of(router.http_address) for router in cluster.routers]
         lines = [completion(f"line-{number}", max_tokens=40) for number in range(num_lines)]
         batch = await begin(clients[0], lines)
         await halfway(clients[1], batch.id, num_lines)
         at_work = runner_of(folder, batch.id, pids)
         other = clients[1 - at_work]
+        hit = pids[at_work] if of == "batches" else cluster.routers[at_work].pid
         if fault == signal.SIGSTOP:
-            await pause(pids[at_work])
+            await pause(hit)
         else:
-            os.kill(pids[at_work], fault)
+            os.kill(hit, fault)
         before = next(folder.rglob(batch.id))
         done = await ended(other, batch.id, 60)
         if fault == signal.SIGSTOP:
-            os.kill(pids[at_work], signal.SIGCONT)  # it wakes with lines in flight, and finds the batch ended
+            os.kill(hit, signal.SIGCONT)  # it wakes with lines in flight, and finds the batch ended
             assert (await ended(clients[at_work], batch.id)).status == "completed"
             await asyncio.sleep(2)
         assert done.status == "completed"

@@ -273,7 +273,7 @@ async def test_wrong_uploads_are_refused_by_name(site: Site) -> None:
 
 
 async def test_every_line_is_answered_once_though_the_router_is_killed_twice(site: Site) -> None:
-    lines = [completion(f"line-{number}", max_tokens=12, seed=number) for number in range(400)]
+    lines = [completion(f"line-{number}", max_tokens=40, seed=number) for number in range(400)]
     lines[7]["body"]["temperature"] = -1
     batch = await begin(site.openai, lines)
     for share in (0.2, 0.6):

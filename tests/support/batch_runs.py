@@ -5,30 +5,28 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
+from batches.claims.claims import Claim
+from batches.lines.input_check import InputLimits
+from batches.lines.line import Handle, LineAnswer, LineRequest
+from batches.records import FileInfo, Made
+from batches.run import Run, Surroundings
+from batches.storage.batch_store import BatchFolder, BatchStore
+from batches.storage.disk import Disk
+from batches.storage.file_store import FileStore
+from batches.storage.layout import BATCH_PREFIX, FILE_PREFIX, new_id
 from cluster.errors import Overloaded, Unavailable
 from cluster.fair_turns import FairTurns
 from cluster.process.life import Drain
-from router.batches.claims.claims import Claim
-from router.batches.lines.input_check import InputLimits
-from router.batches.lines.line import Handle, LineAnswer, LineRequest
-from router.batches.pace import StartPace
-from router.batches.records import FileInfo, Made
-from router.batches.run import Run, Surroundings
-from router.batches.storage.batch_store import BatchFolder, BatchStore
-from router.batches.storage.disk import Disk
-from router.batches.storage.file_store import FileStore
-from router.batches.storage.layout import BATCH_PREFIX, FILE_PREFIX, new_id
-from router.batches.threads import Threads
+from router.batches.link import Link
 from router.frontend.http.body.fields import parse_object
+from support.virtual_loop import VirtualLoop
 
 ENDPOINT = "/v1/completions"
 TENANT = "somebody"
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 
 
 class Crash(OSError):
@@ -106,22 +104,14 @@ class CrashingDisk(Disk):
         super().make_folder(path)
 
 
-class NoThreads(Threads):
-    """Calls that are made at once."""
+class InlineLoop(VirtualLoop):
+    """Calls for threads are made on the loop, so that the same seed gives the same order."""
 
-    def __init__(self) -> None:
-        """Make none."""
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        return asyncio.ensure_future(self._called(func, *args), loop=self)
 
-    async def quick(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
-        await asyncio.sleep(0)
-        return call(*given, **named)
-
-    async def slow(
-        self, tenant: str, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs
-    ) -> Result:
-        return await self.quick(call, *given, **named)
-
-    fair = slow
+    async def _called(self, func: Any, *args: Any) -> Any:
+        return func(*args)
 
 
 class HeldClaim(Claim):
@@ -130,7 +120,7 @@ class HeldClaim(Claim):
 
 
 class World:
-    """A folder with one batch, and routers that run it one after the other, or at once."""
+    """A folder with one batch, and processes that run it one after the other, or at once."""
 
     def __init__(self, root: Path, lines: Sequence[Any] | bytes, window_s: float = 1e6, seed: int = 0) -> None:
         self.root, self._random = root, random.Random(seed)
@@ -154,7 +144,7 @@ class World:
         self.files = files
 
     def run(self, disk: Disk | None = None, claim: Claim | None = None) -> Run:
-        """A router's run of the batch, by default by a claim that it never loses."""
+        """A process's run of the batch, by default by a claim that it never loses."""
         disk = disk or CrashingDisk()
         return Run(self.folder(disk), claim or HeldClaim(), self.around(disk))
 
@@ -166,13 +156,12 @@ class World:
         return Surroundings(
             files=files,
             disk=disk,
-            threads=NoThreads(),
-            handlers={ENDPOINT: self.handle},
+            handle=self.handle,
+            endpoints=[ENDPOINT],
             parse=lambda raw: parse_object(raw, 1000),
             limits=InputLimits(10_000),
             drain=self.drain,
             turns=FairTurns(concurrency, concurrency),
-            pace=StartPace(),
             concurrency=concurrency,
             clock=self.now,
         )
@@ -182,7 +171,8 @@ class World:
 
     async def answer(self, line: LineRequest) -> LineAnswer:
         """Answer after a while, or fail in a way that another try may mend."""
-        custom_id = line.body["prompt"]
+        body = json.loads(line.body)
+        custom_id = body["prompt"]
         self.started[custom_id] += 1
         await asyncio.sleep(self._random.choice((0, 0, 0.5, 3)))
         match self._random.randrange(8):
@@ -190,7 +180,7 @@ class World:
                 raise Overloaded("full", retry_after_s=2.0)
             case 1:
                 raise Unavailable("no worker")
-        if line.body.get("bad"):
+        if body.get("bad"):
             return LineAnswer(400, b'{"error": {"message": "no"}}')
         return LineAnswer(200, json.dumps({"text": custom_id}).encode())
 
@@ -218,6 +208,12 @@ class World:
     def _stores(self, disk: Disk) -> tuple[FileStore, BatchStore]:
         clock = lambda: 0.0  # noqa: E731 # records' times matter in other tests
         return FileStore(self.root, disk, clock), BatchStore(self.root, disk, 100, clock)
+
+
+def link(**settings: Any) -> Link:
+    """What a router with these settings tells."""
+    told: dict[str, Any] = {"key": "secret", "router_id": "r", "drain_s": 1.0, "endpoints": (ENDPOINT,)}
+    return Link(**told, max_body_bytes=1000, max_values=1000, **settings)
 
 
 def line(custom_id: str, **body: Any) -> dict[str, Any]:

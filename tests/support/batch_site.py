@@ -10,6 +10,7 @@ from typing import Any
 import openai
 from openai.types import Batch
 
+from cluster.process.life import children
 from support.openai_http import http_cluster
 from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
 
@@ -90,6 +91,12 @@ async def start_router_again(cluster: LocalCluster) -> RoleProcess:
     config = cluster._topology.router.model_copy(update=ports | {"drain_s": 0.0})
     cluster.router = await start_role("router", "router", config)
     return cluster.router
+
+
+def batches_pid(router: RoleProcess) -> int:
+    """The router's process of files and batches."""
+    (pid,) = [pid for pid in children(router.pid) if b"\0batches\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return pid
 
 
 async def stop_router(cluster: LocalCluster) -> None:

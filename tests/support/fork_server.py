@@ -2,7 +2,8 @@
 
 Within `ForkServer.used()` `subprocess.Popen` forks `python -m ROLE`, two commands, and programs of vLLM's environment
 from processes that imported them. The fork is a child of the caller, as a started process would be: same pid, pipes,
-environment, session and command line. What it starts in turn, a worker's engine and an engine's ranks, is forked, too.
+environment, session and command line. What it starts in turn is forked, too: a worker's engine, an engine's ranks, a
+router's process of files and batches.
 Other commands are started as ever. A worker on vLLM runs in vLLM's environment then, as where both share one.
 
 TANDEM_PLAIN_START=1 turns this off. Tests of the start itself do not use it: tests/helm, `tandem up`, roles by hand,
@@ -34,6 +35,7 @@ WITH_ENGINES = {
     name: f"{name}.program" for name in ("decode_worker", "prefill_worker", "encode_worker", "preprocessor")
 }
 COMMANDS = WITH_ENGINES | {
+    "batches": "batches.program",
     "router": "router.program",
     "tandem.cli": "tandem.cli.main",
     "tandem.doctor.peer": "tandem.doctor.peer",
@@ -158,6 +160,11 @@ def _launched(args: Sequence[str]) -> str | None:
     return args[3] if is_launched else None
 
 
+def _has_batches(args: Sequence[str]) -> bool:
+    """Return whether a router starts a process of files and batches."""
+    return args[2] == "router" and any(arg.startswith("batches_folder=") for arg in args)
+
+
 def _server_for(args: Sequence[str]) -> tuple[str, str]:
     """Return the interpreter and the kind of the server that forks a command."""
     if args[2] == LAUNCH:
@@ -265,7 +272,8 @@ class Server:
         """Be the process that was asked for."""
         program, arguments = request["program"], request["arguments"]
         is_launched = arguments[2] == LAUNCH
-        if program != SPAWNED and (is_launched or arguments[2] in WORKERS or self._kind == "vllm"):
+        forks = is_launched or arguments[2] in WORKERS or self._kind == "vllm" or _has_batches(arguments)
+        if program != SPAWNED and forks:
             self._fork_for_this_process(fds)
         _become(request, fds)
         if is_launched:
@@ -310,7 +318,9 @@ class Server:
                 return _ask(own, request, fds)
 
         def program_of(args: Sequence[str]) -> str | None:
-            return _launched(args) if args and args[0] in (sys.executable, self._python) else None
+            if not args or args[0] not in (sys.executable, self._python):
+                return None
+            return COMMANDS["batches"] if args[1:3] == ["-m", "batches"] else _launched(args)
 
         popen: Any = subprocess.Popen
         popen._execute_child = _forking(popen._execute_child, program_of, fork)

@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import DeadlineExceeded, Draining, InvalidRequest, Overloaded, StartError, Unavailable
-from router.batches.claims.claims import LockClaims
-from router.batches.config import BatchesConfig
-from router.batches.lines.input_check import MAX_FAULTS, InputLimits, check_input, lines_of
-from router.batches.lines.line import LineAnswer, LineFault, answered, read_line, unanswered
-from router.batches.lines.outputs import make_outputs
-from router.batches.lines.retries import is_retriable, wait_s
-from router.batches.pace import SHARE, SLICE_S, START_GAP_S, StartPace, paced
-from router.batches.records import Cancelled, Checked, Decided, Ended, Facts, Fault, FileInfo, Made, Progress
-from router.batches.service import Batches
-from router.batches.state import Step, batch_object, next_step, status_of, window_s
-from router.batches.storage.answer_log import AnswerLog, encoded, read_log
-from router.batches.storage.batch_store import BatchFolder, BatchStore
-from router.batches.storage.disk import Disk
-from router.batches.storage.file_store import STALE_S, FileStore
-from router.batches.storage.layout import BATCH_PREFIX, FILE_PREFIX, derived_id, is_id, new_id, tenant_folder
-from router.batches.storage.space import TenantSpace
+from batches.claims.claims import LockClaims
+from batches.lines.input_check import MAX_FAULTS, InputLimits, check_input, lines_of
+from batches.lines.line import LineAnswer, LineFault, answered, read_line, unanswered
+from batches.lines.outputs import make_outputs
+from batches.lines.retries import wait_s
+from batches.records import Cancelled, Checked, Decided, Ended, Facts, Fault, FileInfo, Made, Progress
+from batches.router_client import START_GAP_S, StartPace
+from batches.service import Batches
+from batches.state import Step, batch_object, next_step, status_of, window_s
+from batches.storage.answer_log import AnswerLog, encoded, read_log
+from batches.storage.batch_store import BatchFolder, BatchStore
+from batches.storage.disk import Disk
+from batches.storage.file_store import STALE_S, FileStore
+from batches.storage.layout import BATCH_PREFIX, FILE_PREFIX, derived_id, is_id, new_id, tenant_folder
+from batches.storage.space import TenantSpace
+from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
+from cluster.process.life import Drain
 from router.frontend.http.body.fields import parse_object
-from support.batch_runs import ENDPOINT, NoThreads, World, line
+from support.batch_runs import ENDPOINT, World, line, link
 
 MADE = Made(
     id=new_id(BATCH_PREFIX, 5), tenant="a", key="k", endpoint=ENDPOINT, input_file_id="file-1",
@@ -186,13 +186,6 @@ def test_output_lines() -> None:
 # ------------------------------------------------------------------ retries, space, pace
 
 
-def test_only_what_may_succeed_is_tried_again() -> None:
-    for error in (Overloaded("full"), Unavailable("none"), Draining("stops")):
-        assert is_retriable(error)
-    for error in (Overloaded("never", permanent=True), InvalidRequest("a", "b"), DeadlineExceeded("late")):
-        assert not is_retriable(error)
-
-
 def test_waits_grow_and_follow_advice() -> None:
     waits = [wait_s(Unavailable("none"), num_tries, 0.0) for num_tries in (1, 2, 3, 8, 1000)]
     assert waits == [0.25, 0.5, 1.0, 30.0, 30.0]
@@ -222,47 +215,19 @@ def test_space_counts_files_that_are_being_written() -> None:
         space.take("a", 1)
 
 
-class Clock:
-    """Time that passes by work and by sleep."""
+async def test_lines_start_one_after_the_other() -> None:
+    pace, loop = StartPace(), asyncio.get_running_loop()
 
-    now = 0.0
-    slept = 0.0
-    num_sleeps = 0
+    async def start() -> float:
+        await pace.wait()
+        return loop.time()
 
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.slept += seconds
-        self.num_sleeps += 1
-
-
-def test_long_work_pauses() -> None:
-    clock = Clock()
-    for _ in paced(range(10), lambda: clock.now, clock.sleep):
-        clock.now += SLICE_S / 2
-    assert clock.num_sleeps == 5
-    assert clock.slept == pytest.approx(10 * SLICE_S / 2 * (1 / SHARE - 1))
-
-
-async def test_lines_start_one_after_the_other_and_slower_while_the_loop_is_late() -> None:
-    clock, late_s = Clock(), 0.0
-
-    async def start(pace: StartPace) -> float:
-        with pytest.MonkeyPatch.context() as patch:
-
-            async def sleep(seconds: float) -> None:
-                clock.now += seconds + late_s
-
-            patch.setattr("router.batches.pace.asyncio.sleep", sleep)
-            await pace.wait()
-        return clock.now
-
-    pace = StartPace(lambda: clock.now)
-    assert [await start(pace) for _ in range(3)] == pytest.approx([0, START_GAP_S, 2 * START_GAP_S])
-    late_s = 0.01
-    at = await start(pace)
-    late_s = 0.0
-    assert await start(pace) == pytest.approx(at + 0.08)
-    assert await start(pace) == pytest.approx(at + 0.08 + START_GAP_S), "as soon as it is in time again"
+    began_at = loop.time()
+    starts = await asyncio.gather(*(start() for _ in range(3)))
+    assert [at - began_at for at in starts] == pytest.approx([0, START_GAP_S, 2 * START_GAP_S])
+    await asyncio.sleep(1)
+    assert await start() == loop.time() == pytest.approx(began_at + 2 * START_GAP_S + 1), "none is saved up"
+    assert await start() == pytest.approx(began_at + 3 * START_GAP_S + 1)
 
 
 # ------------------------------------------------------------------ on disk
@@ -349,7 +314,7 @@ async def test_answers_that_come_together_are_synced_together(tmp_path: Path) ->
 
     disk = Counting()
     fd = disk.open_new(tmp_path / "log")
-    log = AnswerLog(disk, fd, NoThreads())
+    log = AnswerLog(disk, fd)
     await asyncio.gather(*(log.append(b"%d\n" % number) for number in range(100)))
     assert disk.num_synced == 1
     await log.append(b"last\n")
@@ -359,7 +324,7 @@ async def test_answers_that_come_together_are_synced_together(tmp_path: Path) ->
 
 async def test_one_process_at_a_time_has_a_batch(tmp_path: Path) -> None:
     world = World(tmp_path, [line("a")])
-    claims, others = LockClaims(NoThreads()), LockClaims(NoThreads())
+    claims, others = LockClaims(), LockClaims()
     first = await claims.claim(world.batch)
     assert first is not None
     assert await others.claim(world.batch) is None
@@ -441,7 +406,7 @@ def test_a_folder_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"")
     with pytest.raises(StartError, match="batches_folder"):
-        Batches(BatchesConfig(), file / "folder", {}, parse, 1000, World(tmp_path / "w", [line("a")]).drain)
+        Batches(link(batches_folder=file / "folder"), World(tmp_path / "w", [line("a")]).answer, Drain(), LockClaims())
 
 
 def test_a_batch_that_is_being_made_is_not_seen(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batches.lines.line import LineAnswer, LineRequest
+from batches.records import Cancelled, Facts
+from batches.state import status_of
+from batches.storage.answer_log import encoded
+from batches.storage.disk import Disk
 from cluster.errors import Unavailable
-from router.batches.lines.line import LineAnswer, LineRequest
-from router.batches.records import Cancelled, Facts
-from router.batches.state import status_of
-from router.batches.storage.answer_log import encoded
-from router.batches.storage.disk import Disk
-from support.batch_runs import Crash, CrashingDisk, HeldClaim, World, line
-from support.virtual_loop import VirtualLoop
+from support.batch_runs import Crash, CrashingDisk, HeldClaim, InlineLoop, World, line
 
 NEVER = 10_000_000
 
@@ -34,7 +34,7 @@ def within(root: Path, lines: Any, **options: Any) -> World:
 
 def run_virtually(main: Any) -> None:
     """As the virtual loop's own, but crashed processes leave tasks with errors that nobody reads."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=InlineLoop) as runner:
         runner.get_loop().set_exception_handler(lambda *_: None)
         runner.run(main)
 
@@ -125,7 +125,7 @@ def test_lines_are_tried_again_for_as_long_as_it_takes(tmp_path: Path) -> None:
     world = within(tmp_path, [line("a"), line("b")])
 
     async def handle(asked: LineRequest) -> LineAnswer:
-        world.started[asked.body["prompt"]] += 1
+        world.started[json.loads(asked.body)["prompt"]] += 1
         if world.now() < 3600:
             raise Unavailable("all workers are gone")
         return LineAnswer(200, b'{"text":\n "x"}')
@@ -141,7 +141,7 @@ def test_a_stopping_router_finishes_lines_in_flight_and_begins_no_others(tmp_pat
     world = within(tmp_path, [line(f"{number}") for number in range(20)])
 
     async def handle(asked: LineRequest) -> LineAnswer:
-        world.started[asked.body["prompt"]] += 1
+        world.started[json.loads(asked.body)["prompt"]] += 1
         await asyncio.sleep(5)
         return LineAnswer(200, b'{"text": "x"}')
 

@@ -36,6 +36,7 @@ from worker.requests.placed_request import check_request
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     *(
+        "batches",
         "cluster",
         "decode_worker",
         "engine",

@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.errors import Draining, Forbidden, InvalidRequest, Overloaded
-from cluster.process.life import Drain
-from protos import inference_pb2 as pb
-from router.batches.lines.line import LineRequest
-from router.frontend.http.errors import Caller, openai_form
-from router.frontend.http.generation import Generation
-from router.frontend.openai_files.lines import line_handler
-from router.frontend.openai_files.reading import (
+from batches.api.reading import (
     PageQuery,
     UploadForm,
     page_of,
@@ -21,9 +14,18 @@ from router.frontend.openai_files.reading import (
     read_page,
     read_upload_form,
 )
-from router.frontend.openai_files.upload import Form
-from router.security.api_keys import ApiKeys
+from batches.api.upload import Form
+from cluster.errors import InvalidRequest
+from cluster.process.life import Drain
+from protos import inference_pb2 as pb
+from router.batches.link import HEALTH, LINE, OnBehalf
+from router.frontend.http.endpoint import run_below
+from router.frontend.http.errors import CALLER, Caller, openai_form
+from router.frontend.http.generation import Generation
+from router.frontend.openai_files.lines import LineApplication
+from router.security.api_keys import ApiKeys, Principal
 from router.security.config import ApiKey
+from support.batch_runs import ENDPOINT, link
 
 BODY = {"input_file_id": "file-1", "endpoint": "/a", "completion_window": "24h"}
 EXPIRY = {"anchor": "created_at", "seconds": 3600}
@@ -137,63 +139,81 @@ def test_forms_that_are_none() -> None:
 
 # ------------------------------------------------------------------ lines
 
+MINE = ApiKey(name="mine", sha256="0" * 64, tenant="a", models=("m",))
+LINE_OF_MINE = OnBehalf(tenant="a", key="mine", deadline_s=99.0)
 
-class FakeEndpoint:
-    """Endpoint that notes what it was asked, and fails if told."""
+
+class Endpoint:
+    """Endpoint that notes who asks it."""
 
     error_form = staticmethod(openai_form)
 
-    def __init__(self, failure: Exception | None = None, **asked: Any) -> None:
-        self.asked = Generation("r", [pb.GenerateRequest(priority=3), pb.GenerateRequest(priority=-7)], {}, **asked)
+    def __init__(self) -> None:
         self.caller: Caller | None = None
-        self._failure = failure
 
-    async def whole(self, values: Any, caller: Caller, adapt: Any) -> bytes:
-        self.caller = caller
-        adapt(self.asked)
-        if self._failure is not None:
-            raise self._failure
-        return b"{}"
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.caller = scope[CALLER]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}", "more_body": False})
 
 
-LINE = LineRequest({}, "r-1", "a", "mine", 99.0)
+async def asked(
+    keys: ApiKeys, line: OnBehalf = LINE_OF_MINE, key: str = "secret", path: str = ENDPOINT, drain: Drain | None = None
+) -> tuple[int, bytes, Caller | None]:
+    """The status and the body of an answer at the socket for lines, and whose request the endpoint got."""
+    endpoint, sent = Endpoint(), list[Any]()
+    endpoints: Any = {ENDPOINT: endpoint}
+    headers = {"authorization": f"Bearer {key}", LINE: line.header(), "x-request-id": "r-1"}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app = LineApplication(endpoints, link(), keys, drain or Drain())
+    await app({"type": "http", "path": path, "headers": raw}, send, send)  # type: ignore[arg-type] # nothing is received
+    return sent[0]["status"], sent[1]["body"], endpoint.caller
 
 
-async def asked_of(endpoint: FakeEndpoint, keys: ApiKeys | None = None, line: LineRequest = LINE) -> int:
-    handle = line_handler(endpoint, keys or ApiKeys(), Drain())  # type: ignore[arg-type] # a fake
-    return (await handle(line)).status
+async def test_a_line_has_the_tenant_and_the_permissions_that_its_key_has_now() -> None:
+    status, _, caller = await asked(ApiKeys([MINE]))
+    assert status == 200
+    assert caller == Caller("a", "r-1", Principal("mine", "a", frozenset("m")), 99.0)
+    for keys, refused in (
+        (ApiKeys([MINE.model_copy(update={"name": "other"})]), 401),
+        (ApiKeys([MINE.model_copy(update={"tenant": "b"})]), 403),
+    ):
+        status, _, caller = await asked(keys)
+        assert (status, caller) == (refused, None)
+    unkeyed = OnBehalf(tenant="\u00e9\n", key="", deadline_s=1.0)
+    _, _, caller = await asked(ApiKeys(), unkeyed)
+    assert caller is not None
+    assert caller.tenant == "\u00e9\n", "whatever a tenant is called"
 
 
-async def test_a_line_runs_below_interactive_requests_and_as_long_as_its_batch() -> None:
-    endpoint = FakeEndpoint()
-    assert await asked_of(endpoint) == 200
-    assert [request.priority for request in endpoint.asked.requests] == [-1, -7]
-    assert endpoint.asked.deadline_s == 99
-    assert endpoint.caller is not None
-    assert (endpoint.caller.tenant, endpoint.caller.request_id) == ("a", "r-1")
-    own = FakeEndpoint(deadline_s=2.0)
-    await asked_of(own)
-    assert own.asked.deadline_s == 2
-    assert await asked_of(FakeEndpoint(stream=True)) == 400
+async def test_the_socket_for_lines_takes_its_own_key_alone() -> None:
+    for path in (ENDPOINT, HEALTH):
+        status, body, caller = await asked(ApiKeys(), key="secret2", path=path)
+        assert (status, caller) == (401, None)
+        assert b"authorization" in body
+    status, _, caller = await asked(ApiKeys(), path="/v1/models")
+    assert (status, caller) == (404, None)
 
 
-async def test_a_line_has_the_permissions_that_its_key_has_now() -> None:
-    now = ApiKey(name="mine", sha256="0" * 64, tenant="a", models=("m",))
-    endpoint = FakeEndpoint()
-    assert await asked_of(endpoint, ApiKeys([now])) == 200
-    assert endpoint.caller is not None
-    assert endpoint.caller.principal.models == {"m"}
-    assert await asked_of(FakeEndpoint(), ApiKeys([now.model_copy(update={"name": "other"})])) == 401
-    assert await asked_of(FakeEndpoint(), ApiKeys([now.model_copy(update={"tenant": "b"})])) == 403
-
-
-async def test_only_retriable_errors_leave_a_line_unanswered() -> None:
-    assert await asked_of(FakeEndpoint(Forbidden("no"))) == 403
-    assert await asked_of(FakeEndpoint(Overloaded("never", permanent=True))) == 400
-    assert await asked_of(FakeEndpoint(ZeroDivisionError())) == 500
-    with pytest.raises(Overloaded):
-        await asked_of(FakeEndpoint(Overloaded("full")))
+async def test_the_socket_for_lines_tells_that_the_router_stops() -> None:
     drain = Drain()
+    assert (await asked(ApiKeys(), path=HEALTH, drain=drain))[:2] == (200, b'{"draining": false}')
     drain.begin()
-    with pytest.raises(Draining):
-        await line_handler(FakeEndpoint(), ApiKeys(), drain)(LINE)  # type: ignore[arg-type] # a fake
+    assert (await asked(ApiKeys(), path=HEALTH, drain=drain))[:2] == (200, b'{"draining": true}')
+
+
+def test_a_line_runs_below_interactive_requests_and_as_long_as_its_batch() -> None:
+    def read(**asked: Any) -> Generation:
+        return Generation("r", [pb.GenerateRequest(priority=3), pb.GenerateRequest(priority=-7)], {}, **asked)
+
+    run_below(line := read(), 99.0)
+    assert [request.priority for request in line.requests] == [-1, -7]
+    assert line.deadline_s == 99
+    run_below(own := read(deadline_s=2.0), 99.0)
+    assert own.deadline_s == 2
+    with pytest.raises(InvalidRequest, match="stream"):
+        run_below(read(stream=True), 99.0)

@@ -15,14 +15,14 @@ from typing import Any, Generic, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from cluster import logs
-from cluster.errors import DeadlineExceeded, ServiceError
+from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
 from cluster.logs import from_headers, traceparent
 from cluster.process.life import Drain
 from router.admission.arrivals import Arrival, Arrivals
 from router.frontend.http.blocks import compact
 from router.frontend.http.body.fields import BodyReader, IgnoredFields
 from router.frontend.http.body.media import MediaFiles, media_names
-from router.frontend.http.errors import Caller, Form, caller_of, client_field, error_answer, openai_form
+from router.frontend.http.errors import Caller, Form, caller_of, error_answer, openai_form
 from router.frontend.http.exchange import ClientGone, Exchange
 from router.frontend.http.generation import Answer, Generation, PromptInfo
 from router.models.media import sources_of
@@ -87,6 +87,8 @@ INLINE_BYTES = 64 << 10
 """Size from which bodies are parsed on a thread, so that other streams wait less."""
 SPARE_VALUES = 65_536
 """JSON values of a body besides a prompt of token ids as long as the longest context."""
+LINE_PRIORITY = -1
+"""Highest priority of a line of a batch: interactive requests have 0, and those of `tandem batch` the same."""
 GRACE_S = 1.0
 """Seconds after the deadline for the request itself to report it; then a client that does not read is given up."""
 
@@ -160,7 +162,7 @@ class Endpoint(Generic[RequestT, AnswerT]):
         names: Mapping[str, str] = {"tenant": "x-tenant"}  # a tenant can be refused before the body is read
         try:
             traceparent.set(from_headers(exchange.headers))
-            caller = caller_of(exchange.headers, self._context.keys)
+            caller = exchange.caller or caller_of(exchange.headers, self._context.keys)
             exchange.request_id = caller.request_id
             logs.request_id.set(caller.request_id)
             with self._arrivals.arriving(caller.tenant) as arrival:
@@ -171,6 +173,8 @@ class Endpoint(Generic[RequestT, AnswerT]):
                     api_request = await asyncio.to_thread(self._parsed, body, caller)
                 del body
                 names = api_request.names
+                if caller.line_deadline_s is not None:
+                    run_below(api_request, caller.line_deadline_s)
                 self._context.queries.count_ignored(api_request.ignored)
                 exchange.ignored = api_request.ignored
                 exchange.request_id = api_request.request_id
@@ -186,26 +190,6 @@ class Endpoint(Generic[RequestT, AnswerT]):
             log.exception("a request failed", extra=logs.of(exchange.request_id))
             failure = ServiceError("the router failed; its log says why")
             await exchange.fail(error_answer(failure, names, self.error_form))
-
-    async def whole(self, values: dict[str, Any], caller: Caller, adapt: Callable[[RequestT], object]) -> bytes:
-        """Return the whole answer to a body that came by no exchange, such as a line of a batch.
-
-        Raises ServiceError, whose field is the client's. `adapt` may change or refuse the request that was read.
-        """
-        names: Mapping[str, str] = {}
-        try:
-            with self._arrivals.arriving(caller.tenant) as arrival:
-                ignored = IgnoredFields(self._context.strict_fields)
-                api_request = self.read(values, caller, ignored)
-                api_request.ignored = tuple(ignored.names)
-                names = api_request.names
-                self._context.queries.count_ignored(api_request.ignored)
-                adapt(api_request)
-                async with self._deadline(api_request):
-                    return await self._whole(api_request, caller, arrival)
-        except ServiceError as error:
-            error.field = client_field(error.field, names)
-            raise
 
     def _parsed(self, body: bytes, caller: Caller) -> RequestT:
         ignored = IgnoredFields(self._context.strict_fields)
@@ -279,6 +263,19 @@ class Endpoint(Generic[RequestT, AnswerT]):
                         await exchange.send_events(events)
             await self._hooks.after(api_request, caller, answer)
             await exchange.end_events(last)
+
+
+def run_below(line: Generation, deadline_s: float) -> None:
+    """Let a line of a batch run below interactive requests, and for as long as its batch.
+
+    Raises InvalidRequest for one that is to be streamed.
+    """
+    if line.stream:
+        raise InvalidRequest("stream", "is not supported in a batch")
+    for request in line.requests:
+        request.priority = min(request.priority, LINE_PRIORITY)
+    if line.deadline_s is None:
+        line.deadline_s = deadline_s
 
 
 def _beginner(answer: Answer, number: int, echo: bool) -> Callable[[PreparedRequest], None]:

@@ -147,6 +147,10 @@ def _headers(error: ServiceError, kind: _Kind) -> Mapping[str, str]:
     return after | closing
 
 
+CALLER = "tandem.caller"
+"""Key of an ASGI scope with the `Caller`, where another application found it out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Caller of one request."""
@@ -156,6 +160,8 @@ class Caller:
     request_id: str
     """Request id, drawn here where the client gave none."""
     principal: Principal = ANYBODY
+    line_deadline_s: float | None = None
+    """Seconds for a line of a batch, unless its body sets others; None where the request is none."""
 
 
 def caller_of(headers: Mapping[str, str], keys: ApiKeys) -> Caller:

@@ -10,7 +10,7 @@ from cluster.errors import Draining, InvalidRequest
 from cluster.process.life import Drain
 from router.admission.arrivals import Arrival
 from router.frontend.http.body.fields import encoding_of, inflated
-from router.frontend.http.errors import ErrorAnswer, HttpRefusal
+from router.frontend.http.errors import CALLER, Caller, ErrorAnswer, HttpRefusal
 from router.frontend.http.server import CONNECTION, ClientConnection
 
 BODY_S = 60.0
@@ -39,6 +39,8 @@ class Exchange:
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
+        self.caller: Caller | None = scope.get(CALLER)
+        """Caller, where another application found it out."""
         self.request_id = ""
         """Request id, sent with the answer once it is known."""
         self.ignored: Sequence[str] = ()

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -139,13 +140,14 @@ class OpenAiServer(HttpServer):
 
     def __init__(
         self,
-        host: str,
+        host: str | Path,
         port: int,
         credentials: Credentials | None = None,
         max_connection_s: float | None = None,
         shared: bool = False,
+        setting: str = "http_port",
     ) -> None:
-        """Bind the port; 0 lets the system choose.
+        """Bind the port, or a Unix socket, as HttpServer does.
 
         Raises StartError.
 
@@ -153,7 +155,7 @@ class OpenAiServer(HttpServer):
         """
         protocol = partial(_Protocol, max_connection_s)
         options = {"http": protocol, "timeout_keep_alive": KEEP_ALIVE_S}
-        super().__init__(host, port, "http_port", credentials, shared, **options)
+        super().__init__(host, port, setting, credentials, shared, **options)
 
     async def start(self, app: Any) -> None:
         await super().start(_told_gently(app))

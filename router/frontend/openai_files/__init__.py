@@ -1,11 +1,10 @@
-"""OpenAI's Files and Batches over HTTP: /v1/files and /v1/batches.
+"""OpenAI's Files and Batches at the router's port, all of which the process of files and batches answers.
 
 | file | what |
 | --- | --- |
-| `routes.py` | the paths: who may do what |
-| `upload.py` | a multipart form, streamed to disk |
-| `reading.py`, `objects.py` | from fields to what is asked for; from records to OpenAI's objects. Pure |
-| `lines.py` | lines of batches, answered by the HTTP endpoints themselves |
+| `routes.py` | calls of /v1/files and /v1/batches, passed on with the caller's identity |
+| `media_files.py` | files that requests name as pictures, read there |
+| `lines.py` | lines of batches, which come from there |
 
-What a batch is, and how it survives, is in `router/batches/`. The manual: docs/openai.md.
+What crosses is in `batches/__init__.py`. The manual: docs/openai.md.
 """

@@ -1,78 +1,45 @@
-"""Lines of batches, answered by the HTTP endpoints themselves, below interactive requests."""
+"""The socket by which the process of files and batches asks: lines of batches, and whether the router is stopping."""
 
-import asyncio
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Mapping
 from typing import Any
 
-from cluster.errors import Draining, InvalidRequest, ServiceError
+from starlette.types import Receive, Scope, Send
+
+from cluster.errors import ServiceError, Unauthenticated
 from cluster.process.life import Drain
-from router.batches.lines.line import PRIORITY, Handle, LineAnswer, LineRequest
-from router.batches.lines.retries import is_retriable
+from router.batches.link import HEALTH, LINE, Link, OnBehalf, is_key
 from router.frontend.http.endpoint import Endpoint
-from router.frontend.http.errors import Caller, error_answer
-from router.frontend.http.generation import Generation
+from router.frontend.http.errors import CALLER, Caller, HttpRefusal, error_answer, openai_form
+from router.frontend.http.exchange import Exchange
 from router.security.api_keys import ApiKeys
 
-log = logging.getLogger(__name__)
 
+class LineApplication:
+    """ASGI application that answers a line as its endpoint answers anybody, with the rights of who made the batch."""
 
-def line_handler(endpoint: Endpoint[Any, Any], keys: ApiKeys, drain: Drain) -> Handle:
-    """Return a function that answers lines as this endpoint answers bodies."""
+    def __init__(self, endpoints: Mapping[str, Endpoint[Any, Any]], link: Link, keys: ApiKeys, drain: Drain) -> None:
+        self._endpoints = endpoints
+        self._link = link
+        self._keys = keys
+        self._drain = drain
 
-    async def answer(line: LineRequest) -> LineAnswer:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange, path = Exchange(scope, receive, send), scope["path"]
+        endpoint = self._endpoints.get(path)
         try:
-            principal = keys.named(line.key)
-            caller = Caller(principal.tenant_for(line.tenant), line.request_id, principal)
-            with _in_flight(drain):
-                return LineAnswer(
-                    200, await endpoint.whole(line.body, caller, lambda api_request: _adapt(api_request, line))
-                )
+            if not is_key(exchange.headers.get("authorization"), self._link.key):
+                raise Unauthenticated("is not that of this router's batches", "authorization")
+            if path == HEALTH:
+                await exchange.send_json(json.dumps({"draining": self._drain.draining}).encode())
+                return
+            if endpoint is None:
+                raise HttpRefusal(404, "not_found", f"{path[:200]} is not for lines")
+            line = OnBehalf.model_validate_json(exchange.headers[LINE])
+            principal = self._keys.named(line.key)
+            request_id = exchange.headers["x-request-id"]
+            scope[CALLER] = Caller(principal.tenant_for(line.tenant), request_id, principal, line.deadline_s)
         except ServiceError as error:
-            if is_retriable(error):
-                raise
-            failure = error_answer(error, {}, endpoint.error_form)
-        except Exception:  # a bug here ends this line, with an error in the client's format
-            log.exception("a line of a batch failed")
-            failure = error_answer(ServiceError("the router failed; its log says why"), {}, endpoint.error_form)
-        return LineAnswer(failure.status, failure.body)
-
-    return answer
-
-
-def _adapt(api_request: Generation, line: LineRequest) -> None:
-    """Make a request one of a batch.
-
-    Raises InvalidRequest.
-    """
-    if api_request.stream:
-        raise InvalidRequest("stream", "is not supported in a batch")
-    for request in api_request.requests:
-        request.priority = min(request.priority, PRIORITY)
-    if api_request.deadline_s is None:
-        api_request.deadline_s = line.deadline_s
-
-
-@contextmanager
-def _in_flight(drain: Drain) -> Iterator[None]:
-    """Run a block for which a stopping router waits, and which ends with Draining when it waits no longer."""
-    if drain.draining:
-        raise Draining("this router was told to stop")
-    task = asyncio.current_task()
-    assert task is not None
-    is_cut = False
-
-    def cut() -> None:
-        nonlocal is_cut
-        is_cut = True
-        task.cancel()
-
-    try:
-        with drain.holding(cut):
-            yield
-    except asyncio.CancelledError:
-        if not is_cut or task.cancelling() > 1:  # cancelled by the batch's run, too
-            raise
-        task.uncancel()
-        raise Draining("this router was told to stop") from None
+            await exchange.fail(error_answer(error, {}, endpoint.error_form if endpoint else openai_form))
+            return
+        await endpoint(scope, receive, send)

@@ -1,277 +1,81 @@
-"""HTTP paths of files and batches.
+"""Calls of /v1/files and /v1/batches, which the router checks, charges and passes on."""
 
-A tenant sees what is its own; an operator, and everybody where there are no keys, sees all.
-"""
-
-import asyncio
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, BinaryIO
-from urllib.parse import quote
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
-from cluster.errors import Draining, InvalidRequest, NotConfigured, ServiceError, Unavailable
+from cluster.errors import Draining, NotConfigured, ServiceError
 from cluster.process.life import Drain
 from router.admission.arrivals import Arrivals
-from router.batches.records import Cancelled, FileInfo, Made
-from router.batches.service import Batches
-from router.batches.state import batch_object
-from router.batches.storage.batch_store import BatchFolder
-from router.batches.storage.file_store import StoredFile
-from router.batches.storage.layout import BATCH_PREFIX, new_id
-from router.frontend.http.body.fields import encoding_of, inflated, parse_object
-from router.frontend.http.errors import Caller, HttpRefusal, caller_of
-from router.frontend.openai_files.objects import file_object, list_object
-from router.frontend.openai_files.reading import PURPOSE, page_of, read_batch_form, read_page
-from router.frontend.openai_files.upload import receive_file
+from router.batches.link import OnBehalf
+from router.frontend.http.errors import Caller, caller_of
 from router.security.api_keys import ApiKeys
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse
 
-MAX_BODY_BYTES = 64 << 10
-MAX_VALUES = 1000
-FILES_PAGE, BATCHES_PAGE = 10_000, 100
-"""Largest number of items in a page."""
-DEFAULT_BATCHES_PAGE = 20
-CHUNK_BYTES = 1 << 20
-ENDED = ("failed", "completed", "expired", "cancelled")
+    from router.batches.process import BatchesProcess
 
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of a path."""
-
-    request: Request
-    caller: Caller
-    batches: Batches
-
-    @property
-    def tenant(self) -> str:
-        return self.caller.tenant
-
-    @property
-    def sees(self) -> str | None:
-        """Tenant whose files and batches the caller sees; None for all."""
-        return None if self.caller.principal.operator else self.caller.tenant
-
-    async def on_disk(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Make a blocking call on a thread; tenants take turns."""
-        return await self.batches.threads.fair(self.tenant, call, *arguments)
-
-    async def file(self) -> StoredFile:
-        """Return the file that the path names.
-
-        Raises HttpRefusal.
-        """
-        file_id = self.request.path_params["file_id"]
-        file: StoredFile | None = await self.on_disk(self.batches.files.find, file_id, self.sees)
-        if file is None:
-            raise _not_found("file", file_id)
-        return file
-
-    async def batch(self) -> BatchFolder:
-        """Return the batch that the path names.
-
-        Raises HttpRefusal.
-        """
-        batch_id = self.request.path_params["batch_id"]
-        batch: BatchFolder | None = await self.on_disk(self.batches.batches.find, batch_id, self.sees)
-        if batch is None:
-            raise _not_found("batch", batch_id)
-        return batch
-
-
-Act = Callable[[_Call], Awaitable[Response]]
+CHUNK_BYTES = 256 << 10
+ASKED = ("content-type", "content-length", "content-encoding")
+"""Headers of a call that are passed on."""
+ANSWERED = (
+    *("content-type", "content-length", "content-disposition", "x-content-type-options"),
+    *("retry-after", "retry-after-ms", "accept-encoding", "allow", "connection"),
+)
+"""Headers of an answer that are passed on; `connection` is there only where the client's should close, too."""
 
 
 def add_files_and_batches(
-    app: FastAPI, batches: Batches | None, keys: ApiKeys, arrivals: Arrivals, drain: Drain
+    app: FastAPI, batches: "BatchesProcess | None", keys: ApiKeys, arrivals: Arrivals, drain: Drain
 ) -> None:
     """Add the paths; without `batches` they answer that batches_folder is not set."""
 
-    def path(act: Act, changes: bool) -> Callable[[Request], Awaitable[Response]]:
-        """Return the handler of a path; one that changes something is charged, and a stopping router refuses it."""
+    async def answer(request: Request) -> Response:
+        """Pass a call on; one that changes something is charged, and a stopping router refuses it."""
+        try:
+            caller = caller_of(request.headers, keys)
+            if batches is None:
+                raise NotConfigured("batches_folder is not set: this router serves no files and batches")
+            if request.method in ("GET", "HEAD"):
+                return await _passed(request, caller, batches)
+            if drain.draining:
+                raise Draining("this router was told to stop")
+            with arrivals.arriving(caller.tenant):
+                return await _passed(request, caller, batches)
+        except ServiceError as error:
+            await arrivals.pace.wait(error)
+            raise
 
-        async def answer(request: Request) -> Response:
-            try:
-                caller = caller_of(request.headers, keys)
-                if batches is None:
-                    raise NotConfigured("batches_folder is not set: this router serves no files and batches")
-                call = _Call(request, caller, batches)
-                if not changes:
-                    return await act(call)
-                if drain.draining:
-                    raise Draining("this router was told to stop")
-                with arrivals.arriving(caller.tenant):
-                    return await act(call)
-            except ServiceError as error:
-                await arrivals.pace.wait(error)
-                raise
-            except OSError as error:
-                log.error("%s %s: batches_folder cannot be used: %s", request.method, request.url.path[:200], error)
-                raise Unavailable(f"batches_folder cannot be used: {error.strerror}") from None
-
-        return answer
-
-    for method, where, act in (
-        ("POST", "/v1/files", _upload),
-        ("GET", "/v1/files", _list_files),
-        ("GET", "/v1/files/{file_id}", _show_file),
-        ("DELETE", "/v1/files/{file_id}", _delete_file),
-        ("GET", "/v1/files/{file_id}/content", _send_content),
-        ("POST", "/v1/batches", _make_batch),
-        ("GET", "/v1/batches", _list_batches),
-        ("GET", "/v1/batches/{batch_id}", _show_batch),
-        ("POST", "/v1/batches/{batch_id}/cancel", _cancel_batch),
+    for where, methods in (
+        ("/v1/files", ["GET", "POST"]),
+        ("/v1/files/{file_id}", ["GET", "DELETE"]),
+        ("/v1/files/{file_id}/content", ["GET"]),
+        ("/v1/batches", ["GET", "POST"]),
+        ("/v1/batches/{batch_id}", ["GET"]),
+        ("/v1/batches/{batch_id}/cancel", ["POST"]),
     ):
-        app.router.add_route(where, path(act, method != "GET"), methods=[method])
+        app.router.add_route(where, answer, methods=methods)
 
 
-# ------------------------------------------------------------------ files
+def on_behalf_of(caller: Caller) -> OnBehalf:
+    principal = caller.principal
+    return OnBehalf(tenant=caller.tenant, key=principal.name, operator=principal.operator)
 
 
-async def _upload(call: _Call) -> Response:
-    return JSONResponse(file_object((await receive_file(call.request, call.tenant, call.batches)).info))
+async def _passed(request: Request, caller: Caller, batches: "BatchesProcess") -> Response:
+    query = request.scope["query_string"]
+    path = request.scope["raw_path"].decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
+    headers = {name: request.headers[name] for name in ASKED if name in request.headers}
+    body = request.stream() if request.method == "POST" else None
+    said = await batches.call(request.method, path, on_behalf_of(caller), headers, body)
+    answered = {name: said.headers[name] for name in ANSWERED if name in said.headers}
+    return StreamingResponse(_chunks(said), said.status, answered)
 
 
-async def _list_files(call: _Call) -> Response:
-    page = read_page(call.request.query_params, FILES_PAGE, FILES_PAGE)
-    purpose = call.request.query_params.get("purpose")
-
-    def read() -> tuple[list[dict[str, Any]], bool]:
-        files, sees = call.batches.files, call.sees
-        ids = files.ids(sees)
-        listed: dict[str, FileInfo] = {}
-        if purpose is not None:  # only then all records are needed
-            listed = {each: file.info for each in ids if (file := files.find(each, sees)) is not None}
-            ids = [each for each, info in listed.items() if info.purpose == purpose]
-        shown, has_more = page_of(ids, page)
-        infos = [listed[each] for each in shown if each in listed]
-        if purpose is None:
-            infos = [file.info for each in shown if (file := files.find(each, sees)) is not None]
-        return [file_object(info) for info in infos], has_more
-
-    return JSONResponse(list_object(*await call.on_disk(read)))
-
-
-async def _show_file(call: _Call) -> Response:
-    return JSONResponse(file_object((await call.file()).info))
-
-
-async def _delete_file(call: _Call) -> Response:
-    file = await call.file()
-    await call.on_disk(call.batches.files.delete, file)
-    return JSONResponse({"id": file.info.id, "object": "file", "deleted": True})
-
-
-async def _send_content(call: _Call) -> Response:
-    file = await call.file()
-    try:
-        content: BinaryIO = await call.on_disk(open, file.content, "rb")
-    except FileNotFoundError:  # deleted meanwhile
-        raise _not_found("file", file.info.id) from None
-
-    async def chunks() -> AsyncGenerator[bytes]:
-        with content:
-            while chunk := await call.on_disk(content.read, CHUNK_BYTES):
-                yield chunk
-
-    headers = {
-        "content-length": str(file.info.num_bytes),
-        "content-disposition": f"attachment; filename*=UTF-8''{quote(file.info.filename, safe='')}",
-        "x-content-type-options": "nosniff",
-    }
-    return StreamingResponse(chunks(), headers=headers, media_type="application/octet-stream")
-
-
-# ------------------------------------------------------------------ batches
-
-
-async def _make_batch(call: _Call) -> Response:
-    batches = call.batches
-    form = read_batch_form(parse_object(await _body(call.request), MAX_VALUES), batches.endpoints)
-    file: StoredFile | None = await call.on_disk(batches.files.find, form.input_file_id, call.sees)
-    if file is None:
-        raise InvalidRequest("input_file_id", f"unknown file {form.input_file_id[:80]!r}")
-    if file.info.purpose != PURPOSE:
-        raise InvalidRequest("input_file_id", f"must be a file of purpose {PURPOSE!r}, not {file.info.purpose!r}")
-    now = batches.clock()
-    made = Made(
-        id=new_id(BATCH_PREFIX, now),
-        tenant=call.tenant,
-        key=call.caller.principal.name,
-        endpoint=form.endpoint,
-        input_file_id=file.info.id,
-        completion_window=form.completion_window,
-        created_at=now,
-        expires_at=now + form.window_s,
-        metadata=form.metadata,
-        output_lasts_s=form.output_lasts_s,
-    )
-    batch: BatchFolder = await call.on_disk(batches.batches.make, made, file.content)
-    batches.runner.changed(batch.id)
-    return JSONResponse(await call.on_disk(_object_of, batch))
-
-
-async def _list_batches(call: _Call) -> Response:
-    page = read_page(call.request.query_params, DEFAULT_BATCHES_PAGE, BATCHES_PAGE)
-
-    def read() -> tuple[list[dict[str, Any]], bool]:
-        store, sees = call.batches.batches, call.sees
-        shown, has_more = page_of(store.ids(sees), page)
-        listed = filter(None, map(partial(store.find, tenant=sees), shown))
-        return [_object_of(batch) for batch in listed], has_more
-
-    return JSONResponse(list_object(*await call.on_disk(read)))
-
-
-async def _show_batch(call: _Call) -> Response:
-    return JSONResponse(await call.on_disk(_object_of, await call.batch()))
-
-
-async def _cancel_batch(call: _Call) -> Response:
-    batch = await call.batch()
-
-    def cancel() -> dict[str, Any]:
-        before = _object_of(batch)
-        if before["status"] in ENDED and before["status"] != "cancelled":
-            message = f"the batch {batch.id} is {before['status']} already, and cannot be cancelled"
-            raise HttpRefusal(409, "batch_ended", message)
-        if before["status"] != "cancelled":
-            batch.record(Cancelled(at=call.batches.clock()))
-        return _object_of(batch)
-
-    body = await call.on_disk(cancel)
-    call.batches.runner.changed(batch.id)
-    return JSONResponse(body)
-
-
-def _object_of(batch: BatchFolder) -> dict[str, Any]:
-    facts = batch.facts()
-    assert facts is not None, "it was found by its first record, and that stays"
-    return batch_object(facts, batch.progress())
-
-
-async def _body(request: Request) -> bytes:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise _too_large()
-    if encoding := encoding_of(request.headers):
-        body = await asyncio.to_thread(inflated, body, encoding, MAX_BODY_BYTES)
-        if len(body) > MAX_BODY_BYTES:
-            raise _too_large()
-    return body
-
-
-def _too_large() -> HttpRefusal:
-    return HttpRefusal(413, "request_too_large", f"the body may have {MAX_BODY_BYTES} bytes at most")
-
-
-def _not_found(kind: str, object_id: str) -> HttpRefusal:
-    return HttpRefusal(404, "not_found", f"unknown {kind} {object_id[:80]!r}")
+async def _chunks(answer: "ClientResponse") -> AsyncGenerator[bytes]:
+    async with answer:
+        async for chunk in answer.content.iter_chunked(CHUNK_BYTES):
+            yield chunk

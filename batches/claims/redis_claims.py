@@ -6,9 +6,9 @@ import secrets
 import time
 from collections.abc import Callable
 
+from batches.claims.claims import Claim, Claims
+from batches.storage.batch_store import BatchFolder
 from cluster.network.redis_link import RedisFailure, RedisLink
-from router.batches.claims.claims import Claim, Claims
-from router.batches.storage.batch_store import BatchFolder
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from cluster.errors import InvalidRequest
 
-PRIORITY = -1
-"""Highest priority of a line: interactive requests have 0, and `tandem batch` gives its requests the same."""
 MAX_CUSTOM_ID_CHARS = 512
 FRAME_BYTES = 8 << 10
 """Bytes of a line besides its request's body."""
@@ -32,7 +32,10 @@ class LineFault(Exception):
 class LineRequest:
     """The request of a line."""
 
-    body: dict[str, Any]
+    endpoint: str
+    """Path at the router."""
+    body: bytes
+    """JSON bytes, as they are in the input."""
     request_id: str
     tenant: str
     key: str
@@ -55,7 +58,18 @@ class LineAnswer:
 
 
 Handle = Callable[[LineRequest], Awaitable[LineAnswer]]
-"""Answer a line. Raises ServiceError only where the line should be tried again (`retries.py`)."""
+"""Answer a line. Raises Overloaded or Unavailable where the line should be tried again (`retries.py`)."""
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    body: msgspec.Raw
+
+
+def taken_apart(raw: bytes) -> tuple[str, bytes]:
+    """Return the custom_id and the body of a line that was checked, the body as it stands there."""
+    line = msgspec.json.decode(raw, type=_Line)
+    return line.custom_id, bytes(line.body)
 
 
 def read_line(raw: bytes, endpoint: str, parse: Parse) -> tuple[str, dict[str, Any]]:

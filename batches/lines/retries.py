@@ -5,20 +5,13 @@ A line is tried again as long as its batch lasts, where another try may succeed.
 
 import math
 
-from cluster.errors import Incompatible, Overloaded, ServiceError, Unavailable
+from cluster.errors import Overloaded, ServiceError
 
 FIRST_WAIT_S = 0.25
 MAX_WAIT_S = 30.0
 """Longest wait without advice, in seconds."""
 MAX_ADVISED_S = 600.0
 """Longest wait with advice, in seconds: a quota's window may last a day, but a limit may be raised before."""
-
-
-def is_retriable(error: ServiceError) -> bool:
-    """Return whether another try may succeed: there is no capacity now, or no process."""
-    if isinstance(error, Overloaded):
-        return not error.permanent
-    return isinstance(error, Unavailable | Incompatible)
 
 
 def wait_s(error: ServiceError, num_tries: int, luck: float) -> float:

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.batches.records import Progress
-from router.batches.storage.disk import Disk
-from router.batches.threads import Threads
+from batches.records import Progress
+from batches.storage.disk import Disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +94,8 @@ def tally_of(logs: Iterable[Path], num_lines: int) -> Tally:
 class AnswerLog:
     """Log that this process writes; answers that come together are synced together."""
 
-    def __init__(self, disk: Disk, fd: int, threads: Threads) -> None:
+    def __init__(self, disk: Disk, fd: int) -> None:
         self._disk = disk
-        self._threads = threads
         self._fd = fd
         self._unwritten: list[tuple[bytes, asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
@@ -127,7 +125,7 @@ class AnswerLog:
             batch, self._unwritten = self._unwritten, []
             try:
                 if self._failure is None:
-                    await self._threads.quick(self._append, b"".join(line for line, _ in batch))
+                    await asyncio.to_thread(self._append, b"".join(line for line, _ in batch))
             except Exception as error:  # any error: each waiting task gets it
                 self._failure = error
             for _, written in batch:

@@ -1,4 +1,4 @@
-"""Claims: which of several routers runs a batch.
+"""Claims: which of several processes runs a batch.
 
 A claim saves work; that every line is answered once does not depend on it.
 """
@@ -8,17 +8,16 @@ import fcntl
 import os
 from abc import ABC, abstractmethod
 
-from router.batches.storage.batch_store import BatchFolder
-from router.batches.storage.disk import FILE_MODE
-from router.batches.threads import Threads
+from batches.storage.batch_store import BatchFolder
+from batches.storage.disk import FILE_MODE
 
 
 class Claim(ABC):
-    """Claim of a batch by this router."""
+    """Claim of a batch by this process."""
 
     def __init__(self) -> None:
         self.lost = asyncio.Event()
-        """Set when another router may have the batch."""
+        """Set when another process may have the batch."""
 
     @abstractmethod
     async def release(self) -> None:
@@ -30,7 +29,7 @@ class Claims(ABC):
 
     @abstractmethod
     async def claim(self, batch: BatchFolder) -> Claim | None:
-        """Return a claim, or None while another router has the batch.
+        """Return a claim, or None while another process has the batch.
 
         Raises OSError, TandemError.
         """
@@ -42,11 +41,8 @@ class Claims(ABC):
 class LockClaims(Claims):
     """Claims by locks of the kernel, which end with the process; for routers of one host."""
 
-    def __init__(self, threads: Threads) -> None:
-        self._threads = threads
-
     async def claim(self, batch: BatchFolder) -> Claim | None:
-        fd = await self._threads.quick(_lock, batch)
+        fd = await asyncio.to_thread(_lock, batch)
         return None if fd is None else _Lock(fd)
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from router.batches.records import FileInfo
-from router.batches.storage.disk import TEMPORARY, Disk
-from router.batches.storage.layout import FILE_PREFIX, is_id, new_id, tenant_folder, tenant_folders
+from batches.records import FileInfo
+from batches.storage.disk import TEMPORARY, Disk
+from batches.storage.layout import FILE_PREFIX, is_id, new_id, tenant_folder, tenant_folders
 
 STALE_S = 86_400.0
 """Age from which a file without a record belongs to a process that died, in seconds."""

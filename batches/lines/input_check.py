@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from router.batches.lines.line import MAX_CUSTOM_ID_CHARS, LineFault, Parse, read_line
-from router.batches.records import Fault
+from batches.lines.line import MAX_CUSTOM_ID_CHARS, LineFault, Parse, read_line
+from batches.records import Fault
 
 MAX_LINES = 50_000
 MAX_FAULTS = 100

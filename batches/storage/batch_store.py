@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from batches.records import Cancelled, Checked, Decided, Ended, Facts, Made, Progress, Record
+from batches.storage.disk import Disk
+from batches.storage.file_store import STALE_S
+from batches.storage.layout import BATCH_PREFIX, is_id, tenant_folder, tenant_folders
 from cluster.errors import InvalidRequest, Overloaded
-from router.batches.records import Cancelled, Checked, Decided, Ended, Facts, Made, Progress, Record
-from router.batches.storage.disk import Disk
-from router.batches.storage.file_store import STALE_S
-from router.batches.storage.layout import BATCH_PREFIX, is_id, tenant_folder, tenant_folders
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 NAMES: dict[type[Record], str] = {

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from router.batches.records import FileInfo
+from batches.records import FileInfo
 
 
 def file_object(info: FileInfo) -> dict[str, Any]:

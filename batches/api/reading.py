@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from batches.state import window_s
 from cluster.errors import InvalidRequest
-from router.batches.state import window_s
 from router.frontend.http.body.fields import IgnoredFields, Model, shown, typed
 
 PURPOSE = "batch"

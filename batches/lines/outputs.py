@@ -7,14 +7,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from router.batches.lines.input_check import lines_of
-from router.batches.lines.line import Parse, read_line, unanswered
-from router.batches.pace import paced
-from router.batches.records import Decided, Ended, Facts, FileInfo
-from router.batches.storage.answer_log import LoggedAnswer, read_log
-from router.batches.storage.batch_store import BatchFolder
-from router.batches.storage.file_store import FileStore, NewFile
-from router.batches.storage.layout import FILE_PREFIX, derived_id
+from batches.lines.input_check import lines_of
+from batches.lines.line import Parse, read_line, unanswered
+from batches.records import Decided, Ended, Facts, FileInfo
+from batches.storage.answer_log import LoggedAnswer, read_log
+from batches.storage.batch_store import BatchFolder
+from batches.storage.file_store import FileStore, NewFile
+from batches.storage.layout import FILE_PREFIX, derived_id
 
 BUFFER_BYTES = 1 << 20
 
@@ -57,7 +56,7 @@ def make_outputs(
         logs = {name: os.open(batch.path / name, os.O_RDONLY | os.O_CLOEXEC) for name in decided.log_bytes}
         with batch.input.open("rb") as file:
             lines = enumerate(lines_of(file, max_line_bytes), start=1)
-            for number, raw in paced(_up_to(lines, facts.checked.num_lines)):
+            for number, raw in _up_to(lines, facts.checked.num_lines):
                 answer = answers.get(number)
                 if answer is None:
                     custom_id, _ = read_line(raw, made.endpoint, parse)
@@ -87,7 +86,7 @@ def _answers(batch: BatchFolder, decided: Decided, num_lines: int) -> dict[int, 
     """Return the first answer to each line, in the order of the logs."""
     answers: dict[int, LoggedAnswer] = {}
     for name, num_bytes in decided.log_bytes.items():
-        for answer in paced(read_log(batch.path / name, num_lines, num_bytes)):
+        for answer in read_log(batch.path / name, num_lines, num_bytes):
             answers.setdefault(answer.number, answer)
     return answers
 

@@ -9,13 +9,13 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
+from batches.api.reading import read_upload_form
+from batches.records import FileInfo
+from batches.service import Batches
+from batches.storage.file_store import NewFile, StoredFile
 from cluster.errors import InvalidRequest
-from router.batches.records import FileInfo
-from router.batches.service import Batches
-from router.batches.storage.file_store import NewFile, StoredFile
 from router.frontend.http.body.fields import refuse_encoding
 from router.frontend.http.errors import HttpRefusal
-from router.frontend.openai_files.reading import read_upload_form
 
 SILENCE_S = 60.0
 """Seconds without a byte after which an upload is refused."""
@@ -161,11 +161,11 @@ async def receive_file(request: Request, tenant: str, batches: Batches) -> Store
 
 async def _store(request: Request, body: AsyncGenerator[bytes], tenant: str, batches: Batches) -> StoredFile:
     form = Form(request.headers.get("content-type", ""))
-    batches.space.begin(tenant, await batches.threads.fair(tenant, batches.files.used_bytes, tenant))
+    batches.space.begin(tenant, await asyncio.to_thread(batches.files.used_bytes, tenant))
     num_bytes, is_kept = 0, False
     new: NewFile | None = None
     try:
-        new = await batches.threads.fair(tenant, batches.files.new_file, tenant)
+        new = await asyncio.to_thread(batches.files.new_file, tenant)
         unwritten: list[bytes] = []
         num_unwritten = 0
         async for chunk in _in_time(body):
@@ -177,11 +177,11 @@ async def _store(request: Request, body: AsyncGenerator[bytes], tenant: str, bat
             unwritten.append(content)
             num_unwritten += len(content)
             if num_unwritten >= WRITE_BYTES:
-                await batches.threads.fair(tenant, new.write, b"".join(unwritten))
+                await asyncio.to_thread(new.write, b"".join(unwritten))
                 unwritten, num_unwritten = [], 0
-        await batches.threads.fair(tenant, new.write, b"".join(unwritten))
+        await asyncio.to_thread(new.write, b"".join(unwritten))
         info = _info(form, new, tenant, batches.clock())
-        stored = await batches.threads.fair(tenant, batches.files.add, new, info)
+        stored = await asyncio.to_thread(batches.files.add, new, info)
         is_kept = True
         return stored
     finally:

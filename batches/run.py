@@ -1,4 +1,4 @@
-"""One claimed batch, taken from step to step until it has ended, the claim is lost, or the router stops."""
+"""One claimed batch, taken from step to step until it has ended, the claim is lost, or no line may start."""
 
 import asyncio
 import contextlib
@@ -7,51 +7,49 @@ import os
 import random
 import secrets
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from batches.claims.claims import Claim
+from batches.lines.input_check import InputLimits, check_input, lines_of
+from batches.lines.line import Handle, LineRequest, Parse, answered, taken_apart
+from batches.lines.outputs import make_outputs
+from batches.lines.retries import wait_s
+from batches.records import Checked, Decided, Ended, Facts, Fault, Made, Outcome
+from batches.state import Step, next_step
+from batches.storage.answer_log import AnswerLog, Tally, encoded, tally_of
+from batches.storage.batch_store import BatchFolder
+from batches.storage.disk import Disk
+from batches.storage.file_store import FileStore
 from cluster import logs
 from cluster.errors import ServiceError
 from cluster.fair_turns import FairTurns
 from cluster.process.life import Drain
-from router.batches.claims.claims import Claim
-from router.batches.lines.input_check import InputLimits, check_input, lines_of
-from router.batches.lines.line import Handle, LineRequest, Parse, answered, read_line
-from router.batches.lines.outputs import make_outputs
-from router.batches.lines.retries import wait_s
-from router.batches.pace import StartPace, paced
-from router.batches.records import Checked, Decided, Ended, Facts, Fault, Made, Outcome
-from router.batches.state import Step, next_step
-from router.batches.storage.answer_log import AnswerLog, Tally, encoded, tally_of
-from router.batches.storage.batch_store import BatchFolder
-from router.batches.storage.disk import Disk
-from router.batches.storage.file_store import FileStore
-from router.batches.threads import Threads
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Seconds between looks for a cancellation by another router, and between records of the progress."""
+"""Seconds between looks for a cancellation by another process, and between records of the progress."""
 SPARE_S = 60.0
 """Seconds after the batch's end for the deadline of a line: the batch ends first, and reports the line as expired."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Parts of the router that all its runs share."""
+    """Parts of the process that all its runs share."""
 
     files: FileStore
     disk: Disk
-    threads: Threads
-    handlers: dict[str, Handle]
-    """Functions that answer lines, by the path of their endpoint."""
+    handle: Handle
+    endpoints: Collection[str]
+    """Paths that lines may name."""
     parse: Parse
     limits: InputLimits
     drain: Drain
+    """Whether no line may start, and, when it is over, whether those in flight are given up."""
     turns: FairTurns
-    """Turns of lines, so that tenants share the router's concurrency."""
-    pace: StartPace
+    """Turns of lines, so that tenants share the concurrency."""
     concurrency: int
     """Lines of one batch that may be in flight."""
     clock: Callable[[], float]
@@ -76,7 +74,7 @@ class _Lines:
 
 
 class Run:
-    """Run of one batch by this router."""
+    """Run of one batch by this process."""
 
     def __init__(self, batch: BatchFolder, claim: Claim, around: Surroundings) -> None:
         self._batch = batch
@@ -91,42 +89,41 @@ class Run:
         self._looking.set()
 
     async def to_end(self) -> None:
-        """Take the batch as far as this router can.
+        """Take the batch as far as this process can.
 
         Raises OSError.
         """
         around = self._around
         while not self._claim.lost.is_set() and not around.drain.draining:
-            facts = await around.threads.quick(self._batch.facts)
+            facts = await asyncio.to_thread(self._batch.facts)
             if facts is None:
                 return
-            tenant = facts.made.tenant
             match next_step(facts, around.clock()):
                 case Step.NOTHING:
-                    await around.threads.quick(self._batch.clean)
+                    await asyncio.to_thread(self._batch.clean)
                     return
                 case Step.CHECK:
-                    await around.threads.slow(tenant, self._check, facts.made)
+                    await asyncio.to_thread(self._check, facts.made)
                 case Step.ANSWER:
                     await self._answer_lines(facts)
                 case Step.END_CANCELLED:
-                    await around.threads.slow(tenant, self._decide, facts, "cancelled")
+                    await asyncio.to_thread(self._decide, facts, "cancelled")
                 case Step.END_EXPIRED:
-                    await around.threads.slow(tenant, self._decide, facts, "expired")
+                    await asyncio.to_thread(self._decide, facts, "expired")
                 case Step.MAKE_OUTPUTS:
-                    await around.threads.slow(tenant, self._end, facts)
+                    await asyncio.to_thread(self._end, facts)
 
     # ------------------------------------------------------------------ steps on a thread
 
     def _check(self, made: Made) -> None:
         """Check the input, and record the result."""
         around = self._around
-        if made.endpoint not in around.handlers:  # another version of the router made the batch
+        if made.endpoint not in around.endpoints:  # another version of the router made the batch
             message = f"This router does not serve {made.endpoint!r}."
             num_lines, faults = 0, [Fault(code="invalid_endpoint", message=message, param="endpoint")]
         else:
             with self._batch.input.open("rb") as file:
-                lines = paced(lines_of(file, around.limits.max_line_bytes))
+                lines = lines_of(file, around.limits.max_line_bytes)
                 num_lines, faults = check_input(lines, made.endpoint, around.parse, around.limits)
         now = around.clock()
         if faults:
@@ -161,7 +158,7 @@ class Run:
         offsets = array("Q", [0])
         with self._batch.input.open("rb") as file:
             at = 0
-            for raw in paced(file):
+            for raw in file:
                 offsets.append(at)
                 at += len(raw)
             offsets.append(at)
@@ -171,24 +168,24 @@ class Run:
         except OSError:
             os.close(fd)
             raise
-        return _Lines(made, fd, offsets, tally, AnswerLog(self._around.disk, log_fd, self._around.threads))
+        return _Lines(made, fd, offsets, tally, AnswerLog(self._around.disk, log_fd))
 
     # ------------------------------------------------------------------ answers
 
     async def _answer_lines(self, facts: Facts) -> None:
         """Answer lines until none is left, or the batch may not go on; record that none is left."""
-        around, made, checked = self._around, facts.made, facts.checked
+        made, checked = facts.made, facts.checked
         assert checked is not None
-        lines = await around.threads.slow(made.tenant, self._open, made, checked.num_lines)
+        lines = await asyncio.to_thread(self._open, made, checked.num_lines)
         if lines is not None:
             try:
                 await self._work_on(lines)
             finally:
                 await lines.answers.close()
                 os.close(lines.input)
-            await around.threads.quick(self._batch.show_progress, lines.tally.progress)
+            await asyncio.to_thread(self._batch.show_progress, lines.tally.progress)
         if lines is None or not lines.tally.num_left:
-            await around.threads.slow(made.tenant, self._decide, facts, "completed")
+            await asyncio.to_thread(self._decide, facts, "completed")
 
     async def _work_on(self, lines: _Lines) -> None:
         numbers = lines.left()
@@ -215,15 +212,15 @@ class Run:
         expires_at = lines.made.expires_at
         while True:
             left_s = expires_at - around.clock()
-            if left_s <= 0 or self._claim.lost.is_set():
+            if left_s <= 0 or self._claim.lost.is_set() or around.drain.over:
                 return
             if around.drain.draining:
                 self._stopping.set()
                 return
-            if await around.threads.quick(self._batch.is_cancelled):
+            if await asyncio.to_thread(self._batch.is_cancelled):
                 return
             if (progress := lines.tally.progress) != shown:
-                await around.threads.quick(self._batch.show_progress, progress)
+                await asyncio.to_thread(self._batch.show_progress, progress)
                 shown = progress
             self._looking.clear()
             with contextlib.suppress(TimeoutError):
@@ -237,23 +234,23 @@ class Run:
             await self._answer(lines, number)
 
     async def _answer(self, lines: _Lines, number: int) -> None:
-        """Answer a line and log it; where the router stops before, it stays unanswered."""
+        """Answer a line and log it; where the process stops before, it stays unanswered."""
         around, made = self._around, lines.made
         request_id = secrets.token_hex(16)
         logs.request_id.set(request_id)
         num_tries = 0
         while True:
             async with around.turns.turn(made.tenant):
-                await around.pace.wait()
                 if self._stopping.is_set():
                     return
                 num_tries += 1
-                # Read for each try: the reader of the endpoint takes the body apart.
-                custom_id, body = await around.threads.quick(_read, lines, number, around.parse)
+                custom_id, body = await asyncio.to_thread(_read, lines, number)
                 left_s = made.expires_at - around.clock()
-                request = LineRequest(body, request_id, made.tenant, made.key, max(0.0, left_s) + SPARE_S)
+                request = LineRequest(
+                    made.endpoint, body, request_id, made.tenant, made.key, max(0.0, left_s) + SPARE_S
+                )
                 try:
-                    answer = await around.handlers[made.endpoint](request)
+                    answer = await around.handle(request)
                     break
                 except ServiceError as error:
                     pause_s = wait_s(error, num_tries, random.random())
@@ -273,7 +270,6 @@ class Run:
         return True
 
 
-def _read(lines: _Lines, number: int, parse: Parse) -> tuple[str, dict[str, Any]]:
+def _read(lines: _Lines, number: int) -> tuple[str, bytes]:
     begin, end = lines.offsets[number], lines.offsets[number + 1]
-    raw = os.pread(lines.input, end - begin, begin).rstrip(b"\r\n")
-    return read_line(raw, lines.made.endpoint, parse)
+    return taken_apart(os.pread(lines.input, end - begin, begin))

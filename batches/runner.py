@@ -1,4 +1,4 @@
-"""All batches that a router runs: it looks for open ones, claims them, and runs several at a time."""
+"""All batches that a process runs: it looks for open ones, claims them, and runs several at a time."""
 
 import asyncio
 import contextlib
@@ -6,17 +6,17 @@ import logging
 import time
 from collections import Counter
 
+from batches.claims.claims import Claims
+from batches.run import Run, Surroundings
+from batches.storage.batch_store import BatchFolder, BatchStore
 from cluster.errors import TandemError
-from router.batches.claims.claims import Claims
-from router.batches.run import Run, Surroundings
-from router.batches.storage.batch_store import BatchFolder, BatchStore
 
 log = logging.getLogger(__name__)
 
 SCAN_S = 1.0
-"""Seconds between looks for batches of other routers."""
+"""Seconds between looks for batches of other processes."""
 MAX_RUNS, MAX_RUNS_PER_TENANT = 64, 8
-"""Batches that a router runs at a time; further ones wait."""
+"""Batches that a process runs at a time; further ones wait."""
 REST_S = 10.0
 """Seconds until a batch that could not go on is taken up again."""
 CLEAN_S = 3600.0
@@ -24,7 +24,7 @@ CLEAN_S = 3600.0
 
 
 class BatchRunner:
-    """Runner of one router."""
+    """Runner of one process."""
 
     def __init__(self, batches: BatchStore, claims: Claims, around: Surroundings) -> None:
         self._batches = batches
@@ -48,6 +48,11 @@ class BatchRunner:
         if (run := self._claimed.get(batch_id)) is not None:
             run.look()
         self._woken.set()
+
+    async def idle(self, timeout_s: float) -> None:
+        """Wait until no run is left, for so long at most."""
+        if self._runs:
+            await asyncio.wait(self._runs.values(), timeout=timeout_s)
 
     async def close(self) -> None:
         """Stop all runs where they are; another process takes them up."""
@@ -77,9 +82,9 @@ class BatchRunner:
         now = time.monotonic()
         if now >= self._clean_at:
             self._clean_at = now + CLEAN_S
-            await self._around.threads.quick(self._around.files.clean)
-            await self._around.threads.quick(self._batches.clean)
-        for batch in await self._around.threads.quick(self._batches.open_of, None):
+            await asyncio.to_thread(self._around.files.clean)
+            await asyncio.to_thread(self._batches.clean)
+        for batch in await asyncio.to_thread(self._batches.open_of, None):
             if len(self._runs) >= MAX_RUNS:
                 return
             is_full = self._tenants[batch.tenant_key] >= MAX_RUNS_PER_TENANT

@@ -13,8 +13,8 @@ import re
 from enum import Enum, auto
 from typing import Any
 
+from batches.records import Facts, Fault, Progress
 from cluster.errors import InvalidRequest
-from router.batches.records import Facts, Fault, Progress
 
 MAX_WINDOW_S = 7 * 86_400
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([hm])")

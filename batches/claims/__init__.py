@@ -1,0 +1,1 @@
+"""Claims: which of several processes runs a batch."""

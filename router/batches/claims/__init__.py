@@ -1,1 +1,0 @@
-"""Claims: which of several routers runs a batch."""
