@@ -138,9 +138,7 @@ class CacheQueries:
         return "this worker has no kv_store" if below is None else below.store.keeps_objects
 
 
-def drop_cached(
-    cached: CachedBlocks, keys: Sequence[BlockKey] | None
-) -> tuple[int, int, int, bool, list[BlockKey]]:
+def drop_cached(cached: CachedBlocks, keys: Sequence[BlockKey] | None) -> tuple[int, int, int, bool, list[BlockKey]]:
     """Drop the cached blocks of these names, or of all, from the pool, and choose those of the local store below it.
 
     Returns the numbers of blocks that were dropped from the pool and that are only in the store, the number of those
