@@ -47,6 +47,8 @@ class ServiceError(TandemError):
 
     code: str = "INTERNAL"
     """Name of a gRPC status code."""
+    refused_for: str = ""
+    """Reason by which a router counts its refusal; empty for other failures."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(f"{field}: {message}" if field else message)

@@ -1,6 +1,5 @@
 """A checked and tokenised request, from preprocessing until its last message."""
 
-import time
 from dataclasses import dataclass, field
 
 from cluster.errors import DeadlineExceeded
@@ -43,7 +42,7 @@ class PreparedRequest:
     arrived_at: float
     tokenised_at: float
     deadline: float
-    """Deadline; all times are seconds of the monotonic clock."""
+    """Deadline; all times are seconds of the router's clock."""
     info: RequestInfo
     media: ReadyMedia | None = None
     """Media of the prompt, which a preprocessor holds until they are closed; None: it has none."""
@@ -77,7 +76,7 @@ class PreparedRequest:
 
         Raises DeadlineExceeded when none remain.
         """
-        remaining = self.deadline - time.monotonic()
+        remaining = self.deadline - self.model.dispatcher.clock()
         if remaining <= 0:
             raise DeadlineExceeded("the deadline passed before the request was done")
         return remaining

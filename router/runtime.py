@@ -33,6 +33,7 @@ from router.placement.fleet.fleet import Fleet
 from router.placement.terms import further_terms
 from router.request_path.accounting import Accounting
 from router.request_path.observation import Observer
+from router.request_path.preprocess import Preprocessor
 from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.request_path.warming import Warming
@@ -160,7 +161,7 @@ async def start_router(config: RouterConfig) -> Router:
         parts.push_async_callback(accounting.close)
         arrivals = Arrivals(config, tenant_limits)
         observer = Observer(config, models, router_metrics, samples, tracing, decisions, accounting)
-        handler = RequestHandler(config, models, tenant_limits, arrivals, observer)
+        handler = RequestHandler(config, Preprocessor(config, models), tenant_limits, arrivals, observer.watch)
         queries = Queries(config, models, arrivals, observer)
         warming = Warming(config, models, arrivals, handler)
         inference = InferenceService(handler, queries, models, keys, config.id(), requests, samples, arrivals, warming)

@@ -8,15 +8,16 @@
 
 | part | how | where |
 | --- | --- | --- |
-| placement, admission, prefix index, learning from receipts | real | `router`, called by `cluster/router.py` |
+| a request's path, queue and placement; membership, prefix index, learning | real | `router`; `cluster/router.py` |
 | scheduling, block pools, prefix caches, loans, preemption, reports | real | `engine`, called by `cluster/worker.py` |
-| receipts | real | `worker.requests.receipt` |
-| fronts, streams and futures between those | a stand-in that decides nothing | `cluster/front_processes.py` |
+| receipts, drains of workers | real | `worker.requests.receipt`, `worker.front.lent_loans` |
+| clients, and the router's reading of prompts | requests of the trace | `cluster/router.py` |
+| fronts, and the connections of routers to them | a stand-in that decides nothing | `cluster/front_processes.py` |
 | duration of a step | modelled: a roofline of a named GPU, or a line | `gpus.py`, `engine/backends/sim/settings.py` |
 | duration of a read | modelled: NICs shared among transfers | `cluster/links.py` |
 | the shared store | one more NIC, and a set of blocks in order of use | `cluster/store.py` |
 | delay of a message | one constant between processes, another for workers' reports to routers | `ClusterSpec` |
-| workers that come, go and switch roles | as in reality; a start takes a given time | `cluster/worker_drain.py` |
+| workers that come, go and switch roles | as in reality; a start takes a given time | `cluster/cluster.py` |
 | sizes of the pools | the real planner's policy | `cluster/autoscale.py` |
 | deaths of workers | a machine without power, noticed one message later | `SimCluster.kill` |
 | bytes of KV | left out: blocks have no memory, and one fingerprint | `cluster/runner.py` |

@@ -112,6 +112,8 @@ class Roofline:
     _token_s: float = field(init=False, repr=False)
     _pair_s: float = field(init=False, repr=False)
     _byte_s: float = field(init=False, repr=False)
+    _weights_s: float = field(init=False, repr=False)
+    """Seconds for all weights, which every step of a model without experts reads."""
     _context_s: float = field(init=False, repr=False)
     _decode_pair_s: float = field(init=False, repr=False)
     """Seconds per token of context beyond `_pair_s`."""
@@ -129,6 +131,7 @@ class Roofline:
         object.__setattr__(self, "_token_s", 2 * self.model.active_params * flop_s)
         object.__setattr__(self, "_pair_s", self.model.attention_flops_per_pair * flop_s)
         object.__setattr__(self, "_byte_s", byte_s)
+        object.__setattr__(self, "_weights_s", byte_s * self.model.weight_bytes_read(0))
         full, windows = _by_window(self.model)
         dtype = self.model.kv_dtype_bytes
         kept = sum(group.layers * group.token_elements for group in full)
@@ -170,7 +173,9 @@ class Roofline:
             seen = min(context, work.streams * size)
             compute_s += pair_s * (min(work.prompt_pairs, work.prompt_tokens * size) + seen)
             memory_s += context_s * seen
-        weights_s = self._byte_s * self.model.weight_bytes_read(tokens / self.pp, self.dp)
+        weights_s = self._weights_s
+        if self.model.experts:
+            weights_s = self._byte_s * self.model.weight_bytes_read(tokens / self.pp, self.dp)
         compute_s, memory_s = compute_s / self.pp, weights_s + memory_s / self.pp
         return self.step_s + (compute_s if compute_s > memory_s else memory_s) + self._exchange_s * tokens / self.pp
 

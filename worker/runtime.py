@@ -37,7 +37,7 @@ from protos import membership_pb2_grpc as pb_grpc
 from protos.loans_pb2 import Holder
 from worker.front.faults import Faults
 from worker.front.item_fetches import ItemFetches
-from worker.front.lent_loans import LentLoans
+from worker.front.lent_loans import END_S, READABLE_S, LentLoans, empty
 from worker.front.membership import NAME_TAKEN_S, Memberships
 from worker.front.role_switch import RoleSwitch
 from worker.front.router_streams import RouterStreams
@@ -87,12 +87,6 @@ async def file_parts(model_dir: ModelDir) -> AsyncIterator[pb.ModelFilePart]:
             yield pb.ModelFilePart(name=name, content=content[start : start + PART_BYTES], is_last=is_last)
 
 
-READABLE_S = 10.0
-"""Longest time for which a worker that handed over its streams stays readable, in seconds."""
-RETURN_S = 1.0
-"""Seconds within which a stream that was handed over is placed again and its loan has arrived."""
-END_S = 1.0
-"""Seconds for calls that were told to end."""
 MEET_S = 1.0
 """Seconds for which a worker waits for its first connections before it reports itself. One takes some 50 ms."""
 SILENT_S = 5.0
@@ -248,19 +242,11 @@ class WorkerRuntime:
 
     async def _empty(self) -> int:
         """Drain without leaving; return the number of requests handed over."""
-        requests, loans, drain_s = self._context.requests, self._context.loans, self._context.config.drain_s
+        requests, loans = self._context.requests, self._context.loans
         requests.begin()
         loans.begin()
         self._memberships.report_draining()
-        give_up_at, handed_over = time.monotonic() + drain_s, 0
-        finished = await requests.idle(drain_s) and await loans.idle(max(0.0, give_up_at - time.monotonic()))
-        if not finished:
-            handed_over = requests.end_all()
-            log.warning("handing over %d requests; %d loans under way", handed_over, loans.num_loans)
-            await self._stay_readable(min(drain_s, READABLE_S))
-            loans.end_all()
-        await asyncio.gather(requests.idle(END_S), loans.idle(END_S))
-        return handed_over
+        return await empty(requests, loans, self._context.config.drain_s)
 
     def _resume(self) -> bool:
         """Accept work again; return False when a stop was requested."""
@@ -269,15 +255,6 @@ class WorkerRuntime:
         self._context.requests.resume()
         self._context.loans.resume()
         return True
-
-    async def _stay_readable(self, limit_s: float) -> None:
-        """Stay readable: wait for loans of handed-over streams to arrive and to end."""
-        give_up_at = time.monotonic() + limit_s
-        quiet_at = time.monotonic() + RETURN_S
-        while (now := time.monotonic()) < min(give_up_at, quiet_at):
-            if self._context.loans.num_loans or self._context.requests.num_calls:
-                quiet_at = now + RETURN_S
-            await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
         await self._memberships.leave()

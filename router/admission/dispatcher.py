@@ -35,7 +35,7 @@ class Dispatcher:
         `on_end` is called when a request has ended: its tenant may start another one, perhaps of another model.
         """
         self.admission = Admission(fleet, config, RateLimiter(config) if tenants is None else tenants)
-        self._clock = clock
+        self.clock = clock
         self._on_end = on_end
         self._futures: dict[QueuedRequest, asyncio.Future[Place]] = {}
         self._timer: tuple[float, asyncio.TimerHandle] | None = None
@@ -51,7 +51,7 @@ class Dispatcher:
 
         Raises ServiceError when the request is refused.
         """
-        waiting, outcomes = self.admission.arrived(info, demand, keys, self._clock())
+        waiting, outcomes = self.admission.arrived(info, demand, keys, self.clock())
         future = self._futures[waiting] = asyncio.get_running_loop().create_future()
         self._perform(outcomes)
         try:
@@ -64,7 +64,7 @@ class Dispatcher:
 
     def ended(self, placed: ActivePlacement) -> None:
         """Process the end of a placement; once for each."""
-        self._perform(self.admission.ended(placed, self._clock()))
+        self._perform(self.admission.ended(placed, self.clock()))
         self._on_end()
 
     def refused(self, placed: ActivePlacement) -> None:
@@ -72,20 +72,20 @@ class Dispatcher:
 
         `ended` must follow. Raises Overloaded after too many.
         """
-        self.admission.refused_by_worker(placed, self._clock())
+        self.admission.refused_by_worker(placed, self.clock())
 
     def expected_wait_s(self, priority: int, demand: Demand) -> float:
         """Return the predicted wait of a request that arrived now; 0 where nothing waits, or nothing is known."""
-        return self.admission.expected_wait_s(priority, demand, self._clock())
+        return self.admission.expected_wait_s(priority, demand, self.clock())
 
     def kick(self) -> None:
         """Start requests after a change."""
-        self._perform(self.admission.changed(self._clock()))
+        self._perform(self.admission.changed(self.clock()))
 
     def _withdraw(self, waiting: QueuedRequest, future: "asyncio.Future[Place]") -> None:
         """Withdraw a request whose client is gone; undo a placement of this very moment."""
         if not future.done():
-            self._perform(self.admission.withdrawn(waiting, self._clock()))
+            self._perform(self.admission.withdrawn(waiting, self.clock()))
         elif future.exception() is None:
             self.ended(future.result()[0])
 
@@ -107,7 +107,7 @@ class Dispatcher:
             self._timer[1].cancel()
             self._timer = None
         if at is not None:
-            delay_s = max(0.0, at - self._clock())
+            delay_s = max(0.0, at - self.clock())
             self._timer = at, asyncio.get_running_loop().call_later(delay_s, self._ring)
 
     def _ring(self) -> None:

@@ -37,6 +37,7 @@ class Refusal(Exception):
         super().__init__(str(error))
         self.reason = reason
         self.error = error
+        error.refused_for = reason
 
     def take(self) -> ServiceError:
         """Return the error to be raised in place of this one, which then does not refer to it any more.

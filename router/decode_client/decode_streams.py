@@ -50,7 +50,7 @@ class DecodeStreams:
         return link
 
     def add(self, worker: WorkerRecord, link: "WorkerLink") -> None:
-        """Add the connection of a worker that has no stream_port: of a stock server."""
+        """Add the link to a worker that has no stream_port: a stock server, or a simulated worker."""
         self._links[worker] = link
 
     def open(self, worker: WorkerRecord, inbox: Inbox) -> None:

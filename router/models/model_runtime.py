@@ -7,7 +7,6 @@ begun, also to the weights.
 
 import asyncio
 import copy
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -288,7 +287,7 @@ class ModelRuntime:
     async def await_workers(self, tenant: str, give_up_at: float, embeds: bool = False) -> None:
         """Wait until a worker is there on which requests start.
 
-        Raises Unavailable at `give_up_at`, of the monotonic clock, and Overloaded when too many requests wait.
+        Raises Unavailable at `give_up_at`, of the dispatcher's clock, and Overloaded when too many requests wait.
         """
         if self.starting_workers(embeds):
             return
@@ -306,7 +305,7 @@ class ModelRuntime:
         while not self.starting_workers(embeds):
             self._reported.clear()
             try:
-                async with asyncio.timeout(give_up_at - time.monotonic()):
+                async with asyncio.timeout(give_up_at - self.dispatcher.clock()):
                     await self._reported.wait()
             except TimeoutError:
                 raise Unavailable(f"no decode worker of {self.name!r} has joined") from None

@@ -25,7 +25,7 @@ def decode_request(
     placed_at: float,
     now: float,
 ) -> pb.DecodeRequest:
-    """Build the message; `placed_at` and `now` are seconds of the monotonic clock."""
+    """Build the message; `placed_at` and `now` are seconds of the router's clock."""
     model = prepared.model
     internal = pb.DecodeRequest(
         request_id=prepared.request_id,

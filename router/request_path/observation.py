@@ -50,8 +50,51 @@ class Observer:
         return Observation(self, request, principal, is_warm)
 
 
-class Observation:
-    """Observation of one request; a context manager, which records how the request ended."""
+class Unobserved:
+    """Observation that records nothing: what a request's path says of it; a context manager around the request."""
+
+    keeps_texts = False
+    """Whether the request's texts, and thumbnails of its pictures, are kept."""
+
+    def checked(self, prepared: PreparedRequest) -> None:
+        """Record that the request is valid."""
+
+    def renewed(self, prepared: PreparedRequest) -> None:
+        """Record that the request was read again, for another revision of its model."""
+
+    def placed(self, attempt: int, placed_after_s: float, decision: Decision, placed: ActivePlacement) -> None:
+        """Record a placement, and take its snapshot; `placed_after_s` counts from the request's arrival."""
+
+    def started(self, ttft_s: float) -> None:
+        """Record the first message of the last placement, `ttft_s` after it."""
+
+    def attempt_failed(self, failure: ServiceError) -> None:
+        """Record the failure of the last placement."""
+
+    def attempt_finished(self, finish: pb.Finish) -> None:
+        """Record the success of the last placement."""
+
+    def message(self, message: bytes) -> bool:
+        """Record a message before its client has it; return whether `account` must follow."""
+        return False
+
+    async def account(self, emitted: StreamState, message: bytes) -> None:
+        """Account the request if its receipt is in the message."""
+
+    def sent(self, emitted: StreamState) -> None:
+        """Count the tokens of a checked request whose stream ended in whatever way."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Record how the request ended."""
+
+
+class Observation(Unobserved):
+    """Observation of one request."""
 
     def __init__(self, observer: Observer, request: pb.GenerateRequest, principal: Principal, is_warm: bool) -> None:
         self._observer = observer
@@ -60,7 +103,6 @@ class Observation:
         self._metrics = observer.metrics.watch()
         self._is_sampled = not is_warm and observer.samples.wanted()
         self.keeps_texts = self._is_sampled and observer.samples.keeps_texts
-        """Whether the request's texts, and thumbnails of its pictures, are kept."""
         self._kept: list[bytes] = []
         self._prepared: PreparedRequest | None = None
         self._arrived_at = time.monotonic()
@@ -68,54 +110,42 @@ class Observation:
         self._is_accounted = False
 
     def checked(self, prepared: PreparedRequest) -> None:
-        """Record that the request is valid."""
         self._prepared, past = prepared, self._past
         past.request_id, past.tenant, past.verdicts = prepared.request_id, prepared.request.tenant, prepared.verdicts
         past.model, past.model_reason = prepared.model.name, prepared.model_reason
         self._observer.history.add(past)
         self._metrics.checked(prepared)
-        prepared.model.fleet.traffic.arrived(len(prepared.prompt))
 
     def renewed(self, prepared: PreparedRequest) -> None:
-        """Record that the request was read again, for another revision of its model."""
         self._prepared = prepared
 
     def placed(self, attempt: int, placed_after_s: float, decision: Decision, placed: ActivePlacement) -> None:
-        """Record a placement, and take its snapshot; `placed_after_s` counts from the request's arrival."""
         made = Placement(attempt, placed_after_s, decision, placed.placement_snapshot)
         placed.placement_snapshot = None
         self._observer.decisions_file.placed(self._past, made)
         self._observer.history.placed(self._past, made)
 
     def started(self, ttft_s: float) -> None:
-        """Record the first message of the last placement, `ttft_s` after it."""
         self._past.started(ttft_s)
 
     def attempt_failed(self, failure: ServiceError) -> None:
-        """Record the failure of the last placement."""
         self._past.failed(str(failure))
 
     def attempt_finished(self, finish: pb.Finish) -> None:
-        """Record the success of the last placement."""
         self._past.finished(finish.receipt.kv)
 
     def message(self, message: bytes) -> bool:
-        """Record a message before its client has it; return whether `account` must follow."""
         self._metrics.message()
         if self.keeps_texts:
             self._kept.append(message)
         return FINISH_TAG in message  # asked here, since most messages are single tokens
 
     async def account(self, emitted: StreamState, message: bytes) -> None:
-        """Account the request if its receipt is in the message."""
         assert self._prepared is not None, "a message comes after the check"
         self._is_accounted |= await self._observer.accounting.message(self._prepared, emitted, message)
 
     def sent(self, emitted: StreamState) -> None:
-        """Count the tokens of a checked request whose stream ended in whatever way.
-
-        The sent messages are parsed only for requests that ended early or have several choices.
-        """
+        """Count the tokens; messages are parsed only of requests that ended early or have several choices."""
         prepared = self._prepared
         if emitted.empty or prepared is None:
             return
@@ -130,9 +160,6 @@ class Observation:
         prepared.model.costs.used(num_prompt, num_output)
         if not self._is_accounted:
             self._observer.accounting.cut_off(prepared, emitted)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -3,6 +3,7 @@
 import math
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from cluster import logs
@@ -42,9 +43,12 @@ from router.validation import (
 class Preprocessor:
     """Preprocessor of one router."""
 
-    def __init__(self, config: RouterConfig, models: ModelRuntimes) -> None:
+    def __init__(
+        self, config: RouterConfig, models: ModelRuntimes, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._config = config
         self._models = models
+        self._clock = clock
 
     async def check(
         self,
@@ -61,7 +65,7 @@ class Preprocessor:
 
         `explain`: predict more than the choice of a model needs. `thumbnails`: have thumbnails of pictures made.
         """
-        arrived_at = time.monotonic()
+        arrived_at = self._clock()
         deadline = arrived_at + (self._config.default_deadline_s if deadline_s is None else deadline_s)
         check_names(request)
         models = self._models.only(principal.models)
@@ -118,7 +122,7 @@ class Preprocessor:
             output=chosen.reading.output,
             cache_salt=cache_salt,
             arrived_at=arrived_at,
-            tokenised_at=time.monotonic(),
+            tokenised_at=self._clock(),
             deadline=deadline,
             info=RequestInfo(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
             media=chosen.reading.media,
@@ -131,7 +135,7 @@ class Preprocessor:
 
         A router that has just started waits for its first worker. Raises RevisionGone and Unavailable.
         """
-        give_up_at = min(deadline, time.monotonic() + self._config.no_worker_grace_s)
+        give_up_at = min(deadline, self._clock() + self._config.no_worker_grace_s)
         await model.await_workers(request.tenant, give_up_at)
         if (begun := model.of_revision(bytes.fromhex(request.resume.origin.revision))) is None:
             raise refusals.revision_gone().error
@@ -165,7 +169,7 @@ class Preprocessor:
         """
         grace_s = min(self._config.no_worker_grace_s, prepared.remaining_s())
         embeds = prepared.request.HasField("embedding")
-        model = await self._serving(prepared, time.monotonic() + grace_s, embeds)
+        model = await self._serving(prepared, self._clock() + grace_s, embeds)
         prompt, sampling = prepared.prompt, prepared.sampling
         unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1

@@ -13,12 +13,11 @@ from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.decode_client.decode_streams import WorkerLink
 from router.models.model_runtime import ModelRuntime
-from router.models.model_runtimes import ModelRuntimes
 from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
 from router.placement.place import Decision
 from router.prepared_request import PreparedRequest, WarmTarget
 from router.request_path.decode_request import decode_request
-from router.request_path.observation import Observer
+from router.request_path.observation import Unobserved
 from router.request_path.preprocess import Preprocessor, tenant_of
 from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
@@ -32,6 +31,10 @@ CONNECT_SOON_S = 0.3
 clients may be less patient than a connection."""
 
 
+Watch = Callable[[pb.GenerateRequest, Principal, bool], Unobserved]
+"""Function that begins the observation of a request that has just arrived, `Observer.watch`."""
+
+
 def _ignore(prepared: PreparedRequest) -> None:
     """Do nothing; most callers need no notice."""
 
@@ -42,16 +45,18 @@ class RequestHandler:
     def __init__(
         self,
         config: RouterConfig,
-        models: ModelRuntimes,
+        preprocessor: Preprocessor,
         tenant_limits: TenantLimits,
         arrivals: Arrivals,
-        observer: Observer,
+        watch: Watch,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._config = config
         self._arrivals = arrivals
         self._tenant_limits = tenant_limits
-        self._observer = observer
-        self._preprocessor = Preprocessor(config, models)
+        self._watch = watch
+        self._preprocessor = preprocessor
 
     async def generate(
         self,
@@ -71,7 +76,7 @@ class RequestHandler:
         request which is counted already; one without may be charged already.
         """
         with (
-            self._observer.watch(request, principal, warm is not None) as observation,
+            self._watch(request, principal, warm is not None) as observation,
             contextlib.ExitStack() as held,
             self._arrivals.arriving(tenant_of(request, principal), is_charged)
             if arrival is None
@@ -85,6 +90,7 @@ class RequestHandler:
             if warm is not None:
                 prepared.warm, prepared.sampling.max_tokens = warm, 0
             observation.checked(prepared)
+            prepared.model.fleet.traffic.arrived(len(prepared.prompt))
             on_checked(prepared)
             num_sequences = prepared.sampling.n
             charge = await self._tenant_limits.enter(request.tenant, prepared.most_tokens, num_sequences)
@@ -112,7 +118,7 @@ class RequestHandler:
                     link: WorkerLink | None = None
                     try:
                         internal = decode_request(
-                            prepared, emitted, placed, decision, attempts.number, placed_at, time.monotonic()
+                            prepared, emitted, placed, decision, attempts.number, placed_at, self._clock()
                         )
                         link = model.links.to(placed.decode)
                         async with contextlib.aclosing(link.generate(internal, prepared.remaining_s())) as messages:
@@ -120,7 +126,7 @@ class RequestHandler:
                                 if not placed.started:
                                     prepared.revision = prepared.revision or placed.decode.hello.revision
                                     model.fleet.started(placed)
-                                    started_at = time.monotonic()
+                                    started_at = self._clock()
                                     observation.started(started_at - placed_at)
                                     if emitted.empty and warm is None:
                                         model.fleet.traffic.first_token(started_at - prepared.arrived_at)
@@ -143,7 +149,7 @@ class RequestHandler:
                         if attempts.are_over:
                             raise
                     finally:
-                        late = time.monotonic() - placed_at > CONNECT_SOON_S
+                        late = self._clock() - placed_at > CONNECT_SOON_S
                         placed.failed |= late and not placed.started and link is not None and not link.connected
                         model.dispatcher.ended(placed)
                     if is_broken:
@@ -153,7 +159,7 @@ class RequestHandler:
                 observation.sent(emitted)
 
     async def _place(self, prepared: PreparedRequest, emitted: StreamState) -> tuple[ActivePlacement, Decision, float]:
-        """Wait for a placement; return also its time, of the monotonic clock.
+        """Wait for a placement; return also its time.
 
         A request that can never start is refused at once; without workers it waits a little.
         """
@@ -161,7 +167,7 @@ class RequestHandler:
         prepared.info.streaming = not emitted.empty
         placed, decision = await prepared.model.dispatcher.place(prepared.info, demand, keys)
         prepared.decision = decision
-        return placed, decision, time.monotonic()
+        return placed, decision, self._clock()
 
 
 class _Attempts:

@@ -107,9 +107,11 @@ class Autoscaler:
     def _staying(self, role: Role) -> Sequence[SimWorker]:
         """Return the workers in the order in which they should leave: fewest requests and loans, then youngest."""
         cluster = self.cluster
-        workers = [worker for worker in cluster.workers.values() if worker.role == role and not worker.draining]
+        workers = [
+            worker for worker in cluster.workers.values() if worker.role == role and not worker.requests.draining
+        ]
         workers.reverse()
-        return sorted(workers, key=lambda w: cluster.fronts.num_requests(w) + w.num_lent)
+        return sorted(workers, key=lambda w: w.requests.num_calls + w.network.num_given)
 
     def _note(self, desired: DesiredSizes) -> None:
         cluster = self.cluster

@@ -3,12 +3,12 @@
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count
 
 from cluster.config import ON_WIRE, Role
 from engine.core_types import StepBudget
 from engine.messages.from_engine import CacheChanged, LoadReport, Ready
-from engine.messages.to_engine import DrainLoans, SetBudget, TakeSnapshot
+from engine.messages.to_engine import SetBudget, TakeSnapshot
 from loans.in_process import InProcessNetwork
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
@@ -17,17 +17,18 @@ from router.placement.rates import Priors
 from sizing.cluster.clock import VirtualClock
 from sizing.cluster.front_processes import FrontProcesses
 from sizing.cluster.links import Links
-from sizing.cluster.router import SimRouter
+from sizing.cluster.router import MODEL, SimRouter
 from sizing.cluster.store import NAME, StoreSpec, VirtualPlace, VirtualStore
 from sizing.cluster.transport import VirtualTransport
 from sizing.cluster.worker import SimWorker, WorkerSpec
-from sizing.cluster.worker_drain import DRAIN_S, WorkerDrain
+from worker.front.lent_loans import empty
 from worker.front.worker_events import cache_events, load_report
 from workloads.request import Outcome, TraceRequest
-from workloads.results import LatencyHistogram
 
 START_S = 1.0
 """Seconds before a trace begins, within which every router learns every worker."""
+DRAIN_S = 30.0
+"""Default drain time of a worker, in seconds."""
 FleetMaker = Callable[[str, Priors, bool], Fleet]
 
 
@@ -95,9 +96,7 @@ class SimCluster:
         self.links = Links(self.clock)
         self._on_end = on_end
         self._seeds = random.Random(spec.seed)
-        self.gaps = LatencyHistogram()
-        self._loads = _Loads()
-        self.fronts = FrontProcesses(self.clock, spec.message_s, self._report, self._count_gaps)
+        self.fronts = FrontProcesses(self.clock, spec.message_s, self._report)
         self._engines: dict[bytes, InProcessNetwork] = {}
         self._numbers = count(1)
         self.place: VirtualPlace | None = None
@@ -108,7 +107,8 @@ class SimCluster:
         self.workers = {worker_id: self._worker(worker_id, worker) for worker_id, worker in spec.workers}
         self.starting: dict[str, WorkerSpec] = {}
         """Workers that were asked for and do not serve yet."""
-        self.leaving: dict[str, WorkerDrain] = {}
+        self.leaving: set[str] = set()
+        """Workers that drain."""
         self.gone: list[SimWorker] = []
         """Workers that died or left."""
         self.routers = [self._router(number) for number in range(spec.num_routers)]
@@ -117,21 +117,19 @@ class SimCluster:
             hello = hello_of(worker, worker.start())
             for router in self.routers:
                 router.joined(worker, hello)
-                router.reported(worker, pb.CacheEvents(snapshot=True))
+                router.reported(worker, pb.WorkerMessage(cache=pb.CacheEvents(snapshot=True)))
 
     def run(self, trace: Iterable[TraceRequest], on_progress: Callable[[float], object] = lambda _: None) -> None:
         """Run until every request has ended.
 
         `on_progress` is called with the time since the trace's beginning at each arrival.
         """
-        while self.clock.now < START_S:
-            self.clock.step()
+        self.clock.run(lambda: self.clock.now < START_S)
         for failure in self.spec.failures:
             self.clock.at(max(START_S + failure.at_s, self.clock.now), self.kill, failure.worker_id)
         arrivals = iter(trace)
         self._arrive(arrivals, on_progress)
-        while self.num_under_way:
-            self.clock.step()
+        assert self.clock.run(lambda: self.num_under_way), "requests wait for ever"
 
     def kill(self, worker_id: str) -> None:
         """Kill a worker by a loss of power, unless it is gone."""
@@ -162,11 +160,17 @@ class SimCluster:
         )
 
     def _leave(self, worker: SimWorker, drain_s: float, on_left: Callable[[SimWorker], object]) -> None:
-        worker.draining = True
-        worker.send(DrainLoans(True))
-        for router in self.routers:
-            self.clock.after(self.spec.event_lag_s, router.drains, worker)
-        self.leaving[worker.worker_id] = WorkerDrain(worker, self.fronts, self.clock, drain_s, on_left)
+        self.leaving.add(worker.worker_id)
+        worker.requests.begin()
+        worker.loans.begin()
+        if worker.load is not None:
+            self._report(worker, worker.load)  # now as draining
+        self.clock.spawn(self._empty(worker, drain_s, on_left))
+
+    async def _empty(self, worker: SimWorker, drain_s: float, on_left: Callable[[SimWorker], object]) -> None:
+        await empty(worker.requests, worker.loans, drain_s, self.clock.time)
+        if worker.alive:
+            on_left(worker)
 
     def _left(self, worker: SimWorker) -> None:
         self.hires[worker.worker_id].ended_at = self.clock.now
@@ -184,13 +188,15 @@ class SimCluster:
         """Change the role; earlier messages arrive before it has left, and its cache is sent again."""
         if not worker.alive:
             return
-        del self.leaving[worker.worker_id]
-        worker.role, worker.draining = role, False
+        self.leaving.discard(worker.worker_id)
+        worker.role = role
+        worker.requests.resume()
+        worker.loans.resume()
         hello = hello_of(worker, worker.ready)
         for router in self.routers:
             self.clock.after(self.spec.event_lag_s, router.left, worker)
             self.clock.after(self.spec.event_lag_s, self._join, router, worker, hello)
-        worker.send(DrainLoans(False), SetBudget(budget), TakeSnapshot())
+        worker.send(SetBudget(budget), TakeSnapshot())
 
     def _join(self, router: SimRouter, worker: SimWorker, hello: pb.Hello) -> None:
         """Let a worker join a router, unless it died meanwhile."""
@@ -200,8 +206,7 @@ class SimCluster:
     def _end(self, worker: SimWorker, noticed_s: float) -> None:
         """End a worker; routers notice it `noticed_s` later."""
         del self.workers[worker.worker_id]
-        if (leaving := self.leaving.pop(worker.worker_id, None)) is not None:
-            leaving.cancel()
+        self.leaving.discard(worker.worker_id)
         self.gone.append(worker)
         worker.kill()
         self.links.cut(worker.worker_id)
@@ -231,18 +236,11 @@ class SimCluster:
         self.num_under_way -= 1
         self._on_end(outcome)
 
-    def _count_gaps(self, times: Sequence[float], num_streams: int) -> None:
-        """Count a run's inter-token gaps as clients see them.
-
-        The gap before the first is counted by its router.
-        """
-        to_client_s = 2 * self.spec.message_s
-        for before, after in pairwise(times):
-            self.gaps.add((after + to_client_s) - (before + to_client_s), num_streams)
-
     def _report(self, worker: SimWorker, message: CacheChanged | LoadReport) -> None:
-        report: pb.LoadReport | pb.CacheEvents
-        report = self._loads.of(worker, message) if isinstance(message, LoadReport) else cache_events(message)
+        if isinstance(message, LoadReport):
+            report = pb.WorkerMessage(load=load_report(message, worker.requests.draining))
+        else:
+            report = pb.WorkerMessage(cache=cache_events(message))
         for router in self.routers:
             self.clock.after(self.spec.event_lag_s, router.reported, worker, report)
 
@@ -262,22 +260,7 @@ class SimCluster:
     def _router(self, number: int) -> SimRouter:
         spec = self.spec
         fleet = spec.make_fleet(f"router-{number}", spec.priors, spec.learn_rates)
-        return SimRouter(fleet, spec.admission, self.clock, self.fronts, spec.message_s, self.gaps)
-
-
-class _Loads:
-    """Load reports of workers, built once per distinct load."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, tuple[LoadReport, bool, pb.LoadReport]] = {}
-
-    def of(self, worker: SimWorker, load: LoadReport) -> pb.LoadReport:
-        last = self._last.get(worker.worker_id)
-        if last is not None and last[0] == load and last[1] == worker.draining:
-            return last[2]
-        report = load_report(load, worker.draining)
-        self._last[worker.worker_id] = load, worker.draining, report
-        return report
+        return SimRouter(fleet, spec.admission, self.clock, self.fronts, spec.workers[0][1].max_context_tokens)
 
 
 def hello_of(worker: SimWorker, ready: Ready) -> pb.Hello:
@@ -287,7 +270,8 @@ def hello_of(worker: SimWorker, ready: Ready) -> pb.Hello:
         incarnation=worker.worker_id.encode(),
         role=ON_WIRE[worker.role],
         address=worker.worker_id,
-        model="simulated",
+        model=MODEL,
+        config_fingerprint=MODEL.encode(),
         model_fingerprint=ready.model_fingerprint,
         block_tokens=ready.block_tokens,
         num_blocks=ready.num_blocks,

@@ -8,18 +8,22 @@ ends, a report is due or a message arrives, whatever is first, and only steps th
 visible result is the same, to the bit, as with single steps (`skip=False`; `tests/unit/test_simulator_runs.py`).
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cluster.config import Role
+from cluster.errors import TandemError, Unavailable
+from cluster.process.life import Drain
 from engine.backends.sim.settings import StepWork, Timing
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import Chunk
 from engine.core_types import EngineSequence as Chain
-from engine.messages.from_engine import FromEngine, Ready
+from engine.messages.from_engine import CacheChanged, FromEngine, LoadReport, Ready
 from engine.messages.to_engine import ToEngine
 from kvcache.layout import KvLayout
 from kvcache.store.kv_store import KvStore
@@ -29,6 +33,7 @@ from sizing.cluster.clock import ScheduledEvent, VirtualClock
 from sizing.cluster.network import VirtualNetwork
 from sizing.cluster.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
 from sizing.cluster.transport import VirtualTransport
+from worker.front.lent_loans import LentLoans
 
 IDLE_TURN_S = 0.151
 """Longest pause of the loop, slightly late like a real one, so that its report is due by then."""
@@ -91,8 +96,13 @@ class SimWorker:
         """Role as its routers know it; it may switch."""
         self.transport = transport
         self.alive = True
-        self.draining = False
-        """Whether it accepts nothing new."""
+        self.requests = Drain()
+        """Requests in flight."""
+        self.loans = LentLoans(self)
+        self.died: asyncio.Future[TandemError] = clock.create_future()
+        self.load: LoadReport | None = None
+        """Last report of its load."""
+        self._watchers: set[Callable[[CacheChanged | LoadReport], None]] = set()
         self.busy_s = 0.0
         """Seconds spent in steps."""
         self.num_steps = 0
@@ -121,9 +131,18 @@ class SimWorker:
         """End of each step of the present run."""
 
     @property
-    def num_lent(self) -> int:
-        """Number of loans that it gives, those asked for included."""
-        return self.network.num_given
+    def num_loans(self) -> int:
+        """Number of loans that it gives, by its last report."""
+        return self.load.loans if self.load is not None else 0
+
+    @contextmanager
+    def watching(self, watcher: Callable[[CacheChanged | LoadReport], None]) -> Iterator[None]:
+        """Call `watcher` with every report within the block."""
+        self._watchers.add(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.discard(watcher)
 
     def start(self) -> Ready:
         """Start the loop."""
@@ -151,6 +170,7 @@ class SimWorker:
         """Kill the worker, as by a loss of power."""
         self._interrupt()
         self.alive = False
+        self.died.set_result(Unavailable("its machine has lost power"))
         for event in (self._turn_event, self._stepping, self._idling):
             if event is not None:
                 event.cancel()
@@ -190,7 +210,12 @@ class SimWorker:
             outgoing = self._outgoing[:]
             self._outgoing.clear()
             for message in outgoing:
+                if isinstance(message, LoadReport):
+                    self.load = message
                 self._listener.receive(self, message)
+                if self._watchers and isinstance(message, CacheChanged | LoadReport):
+                    for watcher in tuple(self._watchers):
+                        watcher(message)
 
     # ------------------------------------------------------------------ one step
 

@@ -260,7 +260,7 @@ def replay(
     cluster.run(trace, on_progress)
     gpu_seconds, usd = paid(setup, scenario, cluster, START_S + tally.duration_s)
     while_they_came, _ = paid(setup, scenario, cluster, START_S + tally.arrivals_s)
-    results = tally.results(cluster.gaps, gpu_seconds, usd, while_they_came)
+    results = tally.results(cluster.fronts.gaps, gpu_seconds, usd, while_they_came)
     busy: dict[str, float] = {}
     for role in ("prefill", "decode"):
         workers = [worker for worker in cluster.workers.values() if worker.spec.role == role]

@@ -15,7 +15,7 @@ from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.decode_client.decode_streams import DecodeStreams
 from router.decode_client.inbox import Inbox
-from router.membership import membership_service
+from router.membership import members
 from router.membership.membership_service import MembershipService
 from router.models.model_files import read_models
 from router.models.model_runtime import ModelRuntime
@@ -131,7 +131,7 @@ async def test_an_id_means_one_worker_whatever_it_serves(
         await second.welcomed()
     assert ids(models) == [["w"], []]
 
-    monkeypatch.setattr(membership_service, "ALIVE_S", -1.0)  # nobody is taken to have spoken lately
+    monkeypatch.setattr(members, "ALIVE_S", -1.0)  # nobody is taken to have spoken lately
     successor = Member(service, of_b, b"2")
     await successor.welcomed()
     listens_too = await successor.reports()

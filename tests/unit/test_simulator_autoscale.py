@@ -143,7 +143,11 @@ def test_whatever_changes_nothing_is_lost_and_runs_of_steps_change_nothing(seed:
                 if what == 0:
                     cluster.add(f"{role}-{90 + number}", worker_spec(role), 0.7)
                     return
-                there = [w for n, w in cluster.workers.items() if n not in ("decode-0", "prefill-0") and not w.draining]
+                there = [
+                    w
+                    for n, w in cluster.workers.items()
+                    if n not in ("decode-0", "prefill-0") and not w.requests.draining
+                ]
                 if not there:
                     return
                 worker = there[int(pick * len(there))]

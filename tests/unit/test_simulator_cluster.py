@@ -46,7 +46,7 @@ def test_every_request_ends_once_and_nothing_is_left(
             assert outcome.sent_at < outcome.first_token_at <= outcome.last_token_at
             assert 0 <= outcome.reused_tokens <= outcome.request.input_tokens
     finished = sum(o.num_emitted - 1 for o in observed.outcomes if o.num_emitted)
-    assert observed.cluster.gaps.count == finished
+    assert observed.cluster.fronts.gaps.count == finished
 
 
 def test_the_same_run_gives_the_same_to_the_bit() -> None:

@@ -40,7 +40,7 @@ def test_what_the_world_sees_is_the_same_to_the_bit(
     slow, fast = (Observed(spec, requests, skip=skip) for skip in (False, True))
     assert fast.summary == slow.summary
     assert fast.reports == slow.reports
-    assert vars(fast.cluster.gaps) == vars(slow.cluster.gaps)
+    assert vars(fast.cluster.fronts.gaps) == vars(slow.cluster.fronts.gaps)
     for one, other in zip(fast.cluster.workers.values(), slow.cluster.workers.values(), strict=True):
         assert one.num_steps == other.num_steps
         assert one.core.audit() == other.core.audit()

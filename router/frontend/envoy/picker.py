@@ -305,6 +305,7 @@ class Picker:
             mine.callback(prepared.close)
             observation = mine.enter_context(self._observer.watch(request, caller.principal, is_warm=False))
             observation.checked(prepared)
+            prepared.model.fleet.traffic.arrived(len(prepared.prompt))
             observed = _Observed(prepared, observation)
             charge = await self._tenant_limits.enter(request.tenant, prepared.most_tokens, prepared.sampling.n)
             mine.callback(self._tenant_limits.leave, charge, observed.num_tokens)
