@@ -1,4 +1,4 @@
-"""Turns at work that takes long, shared fairly among tenants.
+"""Turns at work that takes long, shared fairly among tenants; turns at work that holds an event loop up.
 
 A signal that lets one coroutine sleep until it has work.
 """
@@ -82,6 +82,42 @@ class FairTurns:
 
     def _may_work(self, tenant: str) -> bool:
         return self.num_working < self._slots and self._working[tenant] < self._slots_per_tenant
+
+
+class LoopTurns:
+    """Turns at work that holds an event loop up: `at_once` tasks work between two looks of the loop at its sockets.
+
+    A burst of arrivals would otherwise be worked off before anything is sent or read, streams of others included. The
+    first to come is the first to be served. Used from one event loop.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._left = at_once
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        """Return when this task may work; it waits only where others worked in this turn of the loop."""
+        loop = asyncio.get_running_loop()
+        if self._left == self._at_once:
+            loop.call_soon(self._refill)
+        if self._left and not self._waiting:
+            self._left -= 1
+            return
+        future: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(future)
+        await future
+
+    def _refill(self) -> None:
+        """Begin another turn of the loop: those that waited longest work in it."""
+        self._left = self._at_once
+        while self._waiting and self._left:
+            future = self._waiting.popleft()
+            if not future.done():  # else its task was cancelled
+                future.set_result(None)
+                self._left -= 1
+        if self._left < self._at_once:
+            asyncio.get_running_loop().call_soon(self._refill)
 
 
 class Waker:

@@ -30,6 +30,8 @@ STEP_MS = 2.5
 TOKENS = {1: 1024, 8: 512, 64: 192, 256: 96}
 """Output tokens of a stream by the number of streams: enough of them for the clock of CPU time, 10 ms."""
 PROMPT_TOKENS, NUM_BLOCKS, KV_MIB = 64, 6000, 256
+STEP_TOKENS = 2048
+"""Largest number of tokens in a step on both sides, prompts included, as on a GPU; on a CPU workers take less."""
 LIMITS: Mapping[int, tuple[float, float]] = {1: (1.0, 1.0), 8: (1.0, 1.0), 64: (0.85, 1.05), 256: (0.6, 1.5)}
 """Bars by the number of streams: CPU a token, and tokens/s, Tandem / `vllm serve`."""
 
@@ -109,7 +111,9 @@ async def measure(step_ms: float, scratch: Path, console: Console) -> dict[str, 
 
 
 async def _stock(stack: AsyncExitStack, scratch: Path, timing: Mapping[str, str]) -> Side:
-    server = StockServer(tiny_model(), scratch, NUM_BLOCKS, timing, "--max-num-seqs", "256")
+    server = StockServer(
+        tiny_model(), scratch, NUM_BLOCKS, timing, "--max-num-seqs", "256", "--max-num-batched-tokens", str(STEP_TOKENS)
+    )
     stack.push_async_callback(server.kill)
     await server.start()
     return Side("vllm serve", await _http_clients(stack, server.port), {"front": server.pid})
@@ -124,6 +128,8 @@ async def _tandem(stack: AsyncExitStack, name: str, num_prefill: int) -> Side:
         "dtype": "float32",
         "block_tokens": BLOCK,
         "kv_memory_mib": KV_MIB,
+        "max_batch_tokens": STEP_TOKENS,
+        "max_prefill_tokens": STEP_TOKENS,
         "vllm_options": {"max_model_len": CONTEXT, "max_num_seqs": 256, "enforce_eager": True},
     }
     router = {"model": model, "port": 0, "http_port": 0}

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cluster.errors import Overloaded, ServiceError
+from cluster.fair_turns import LoopTurns
 from cluster.process.memory import MemoryTrim
 from router.admission.config import AdmissionConfig
 from router.admission.limits.tenant_limits import Shares, TenantLimits, TokenBucket
 from router.admission.refusals import Refusal
 
+AT_ONCE = 4
+"""Requests that are read and placed in one turn of the event loop."""
 PROMPT_REFUSALS_PER_S = 20
 """Refusals of a tenant per second that are sent at once."""
 LATE_S = 0.25
@@ -94,13 +97,20 @@ class Arrivals:
     its tenant. A refused request stays charged.
     """
 
-    def __init__(self, config: AdmissionConfig, limits: TenantLimits) -> None:
+    def __init__(self, config: AdmissionConfig, limits: TenantLimits, is_paced: bool = True) -> None:
+        """Create it; with `is_paced` a burst of requests leaves the event loop turns for streams."""
         self._limits = limits
+        self._turns = LoopTurns(AT_ONCE) if is_paced else None
         self.requests = Shares(config.max_queued, config.max_queued_per_tenant)
         total = config.max_bodies_mib << 20
         self._trim = MemoryTrim()
         self.body_bytes = Shares(total, max(1, total // 4), "bytes of requests")
         self.pace = RefusalPace()
+
+    async def turn(self) -> None:
+        """Return when a request may be read and placed, which takes a millisecond or two of the event loop."""
+        if self._turns is not None:
+            await self._turns.take()
 
     def charge(self, tenant: str) -> None:
         """Charge a call that is no generation, or one more prompt of an arrival.

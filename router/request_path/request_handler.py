@@ -82,6 +82,7 @@ class RequestHandler:
             if arrival is None
             else contextlib.nullcontext(arrival) as counted,
         ):
+            await self._arrivals.turn()
             with self._arrivals.reading(counted):
                 prepared = await self._preprocessor.check(
                     request, deadline_s, principal, counted, thumbnails=observation.keeps_texts

@@ -62,7 +62,7 @@ class SimRouter:
         models = ModelRuntimes([self._model], MODEL)
         self._members = Members(models, clock.time)
         reader = _TraceReader(config, self._model, models, clock, self._outcomes)
-        arrivals = Arrivals(admission, limits)
+        arrivals = Arrivals(admission, limits, is_paced=False)  # reading takes no virtual time
         self._handler = RequestHandler(config, reader, limits, arrivals, self._watch, clock.time)
 
     # ------------------------------------------------------------------ workers
