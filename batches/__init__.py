@@ -37,10 +37,10 @@ decides it for both. The outputs are a pure function of the input and of those p
 | file | what |
 | --- | --- |
 | `program.py` | the process: its start and its end |
-| `records.py`, `state.py` | what is recorded of a batch; its status and next step by the records. Pure |
-| `lines/` | a line and its answer; faults of an input; retries; the output files, made of the answers at the end |
+| `state.py` | what is recorded of a batch; its status and next step by the records. Pure |
+| `lines.py` | a line and its answer; faults of an input; retries; the output files, made of the answers at the end |
 | `storage/` | file system calls that survive a crash; files and batches of all tenants; answers, synced as they come |
-| `claims/` | which process runs a batch |
+| `claims.py` | which process runs a batch |
 | `router_client.py` | lines' requests at the router |
 | `run.py`, `runner.py` | one batch from step to step; all batches of a process |
 | `service.py`, `api/` | all of this together; the HTTP paths |

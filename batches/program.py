@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from batches.api.routes import make_app
-from batches.claims.claims import Claims, LockClaims
+from batches.claims import Claims, LockClaims
 from batches.router_client import RouterClient
 from batches.service import Batches
 from cluster.errors import StartError, TandemError
@@ -109,7 +109,7 @@ def _open_claims(settings: Link) -> Claims:
     """Return the claims. Raises StartError for an invalid `redis_url`."""
     if not settings.redis_url:
         return LockClaims()
-    from batches.claims.redis_claims import RedisClaims  # imported late, because an unused import costs start time
+    from batches.claims import RedisClaims  # imported late, because an unused import costs start time
 
     return RedisClaims(settings.redis_url, settings.cluster_name)
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from batches.lines.line import LineAnswer, LineRequest
+from batches.lines import LineAnswer, LineRequest
 from cluster.errors import Overloaded, TandemError, Unavailable
 from cluster.process.life import Drain
 from router.batches.link import HEALTH, LINE, ROUTER_SOCKET, OnBehalf, RouterLink

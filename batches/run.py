@@ -11,17 +11,23 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from batches.claims.claims import Claim
-from batches.lines.input_check import InputLimits, check_input, lines_of
-from batches.lines.line import Handle, LineRequest, Parse, answered, taken_apart
-from batches.lines.outputs import make_outputs
-from batches.lines.retries import wait_s
-from batches.records import Checked, Decided, Ended, Facts, Fault, Made, Outcome
-from batches.state import Step, next_step
+from batches.claims import Claim
+from batches.lines import (
+    Handle,
+    InputLimits,
+    LineRequest,
+    Parse,
+    answered,
+    check_input,
+    lines_of,
+    make_outputs,
+    taken_apart,
+    wait_s,
+)
+from batches.state import Checked, Decided, Ended, Facts, Fault, Made, Outcome, Step, next_step
 from batches.storage.answer_log import AnswerLog, Tally, encoded, tally_of
-from batches.storage.batch_store import BatchFolder
 from batches.storage.disk import Disk
-from batches.storage.file_store import FileStore
+from batches.storage.file_store import BatchFolder, FileStore
 from cluster import logs
 from cluster.errors import ServiceError
 from cluster.fair_turns import FairTurns

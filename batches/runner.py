@@ -6,9 +6,9 @@ import logging
 import time
 from collections import Counter
 
-from batches.claims.claims import Claims
+from batches.claims import Claims
 from batches.run import Run, Surroundings
-from batches.storage.batch_store import BatchFolder, BatchStore
+from batches.storage.file_store import BatchFolder, BatchStore
 from cluster.errors import TandemError
 
 log = logging.getLogger(__name__)

@@ -5,15 +5,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from batches.claims.claims import Claims
-from batches.lines.input_check import InputLimits
-from batches.lines.line import FRAME_BYTES, Handle
+from batches.claims import Claims
+from batches.lines import FRAME_BYTES, Handle, InputLimits
 from batches.run import Surroundings
 from batches.runner import BatchRunner
-from batches.storage.batch_store import BatchStore
-from batches.storage.disk import Disk
-from batches.storage.file_store import FileStore
-from batches.storage.space import TenantSpace
+from batches.storage.disk import Disk, TenantSpace
+from batches.storage.file_store import BatchStore, FileStore
 from cluster.errors import StartError
 from cluster.fair_turns import FairTurns
 from cluster.process.life import Drain

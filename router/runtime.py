@@ -31,8 +31,7 @@ from router.observability.metrics import ClusterCollector, RouterMetrics
 from router.observability.tracing import Tracing
 from router.placement.fleet.fleet import Fleet
 from router.placement.terms import further_terms
-from router.request_path.accounting import Accounting
-from router.request_path.observation import Observer
+from router.request_path.observation import Accounting, Observer
 from router.request_path.preprocess import Preprocessor
 from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler

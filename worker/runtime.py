@@ -38,10 +38,8 @@ from protos.loans_pb2 import Holder
 from worker.front.faults import Faults
 from worker.front.item_fetches import ItemFetches
 from worker.front.lent_loans import END_S, READABLE_S, LentLoans, empty
-from worker.front.membership import NAME_TAKEN_S, Memberships
-from worker.front.role_switch import RoleSwitch
-from worker.front.router_streams import RouterStreams
-from worker.front.worker_service import WorkerService
+from worker.front.membership import NAME_TAKEN_S, Memberships, RouterStreams
+from worker.front.worker_service import RoleSwitch, WorkerService
 from worker.metrics import register
 
 log = logging.getLogger(__name__)

@@ -4,5 +4,5 @@
 | --- | --- |
 | `routes.py` | the paths: who may do what |
 | `upload.py` | a multipart form, streamed to disk |
-| `reading.py`, `objects.py` | from fields to what is asked for; from records to OpenAI's objects. Pure |
+| `reading.py`, `reading.py` | from fields to what is asked for; from records to OpenAI's objects. Pure |
 """

@@ -1,4 +1,9 @@
-"""Reading of forms, bodies and queries of the files and batches API. Pure."""
+"""Reading of forms, bodies and queries of the files and batches API. Pure.
+
+OpenAI's objects of files, and lists. Pure.
+
+Pure.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from batches.state import window_s
+from batches.state import FileInfo, window_s
 from cluster.errors import InvalidRequest
 from router.frontend.http.body.fields import IgnoredFields, Model, shown, typed
 
@@ -141,3 +146,27 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 18
+
+
+def file_object(info: FileInfo) -> dict[str, Any]:
+    return {
+        "id": info.id,
+        "object": "file",
+        "bytes": info.num_bytes,
+        "created_at": int(info.created_at),
+        "expires_at": None if info.expires_at is None else int(info.expires_at),
+        "filename": info.filename,
+        "purpose": info.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def list_object(items: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": has_more,
+    }

@@ -16,15 +16,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from batches.api.objects import file_object, list_object
-from batches.api.reading import PURPOSE, page_of, read_batch_form, read_page
+from batches.api.reading import PURPOSE, file_object, list_object, page_of, read_batch_form, read_page
 from batches.api.upload import receive_file
-from batches.records import Cancelled, FileInfo, Made
 from batches.service import Batches
-from batches.state import batch_object
-from batches.storage.batch_store import BatchFolder
-from batches.storage.file_store import StoredFile
-from batches.storage.layout import BATCH_PREFIX, new_id
+from batches.state import Cancelled, FileInfo, Made, batch_object
+from batches.storage.disk import BATCH_PREFIX, new_id
+from batches.storage.file_store import BatchFolder, StoredFile
 from cluster.errors import InvalidRequest, ServiceError, Unauthenticated, Unavailable
 from router.batches.link import CALLER, OnBehalf, RouterLink
 from router.frontend.http.body.fields import encoding_of, inflated, parse_object

@@ -10,8 +10,8 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from batches.api.reading import read_upload_form
-from batches.records import FileInfo
 from batches.service import Batches
+from batches.state import FileInfo
 from batches.storage.file_store import NewFile, StoredFile
 from cluster.errors import InvalidRequest
 from router.frontend.http.body.fields import refuse_encoding

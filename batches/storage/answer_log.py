@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batches.records import Progress
+from batches.state import Progress
 from batches.storage.disk import Disk
 
 

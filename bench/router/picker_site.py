@@ -36,8 +36,7 @@ from router.observability.decision_log import DecisionLog, Samples
 from router.observability.metrics import RouterMetrics
 from router.observability.tracing import Tracing
 from router.placement.fleet.worker_records import WorkerRecord
-from router.request_path.accounting import Accounting
-from router.request_path.observation import Observer
+from router.request_path.observation import Accounting, Observer
 from router.runtime import SWITCH_S, serve_models
 from router.security.api_keys import ApiKeys
 from router.stock.facts import ServerAccess, ServerApi, ServerFacts

@@ -62,8 +62,7 @@ from router.frontend.openai.responses.response_store import (
 from router.frontend.openai.responses.responses import read_response
 from router.frontend.openai.responses.responses_answer import ResponsesAnswer
 from router.frontend.openai.responses.responses_answer import error_form as responses_error_form
-from router.frontend.openai_files.lines import LineApplication
-from router.frontend.openai_files.media_files import UploadedMedia
+from router.frontend.openai_files.lines import LineApplication, UploadedMedia
 from router.frontend.openai_files.routes import add_files_and_batches
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from openai.types import Batch
 
-from batches.claims.claims import Claim, LockClaims
-from batches.claims.redis_claims import RedisClaims
-from batches.storage.batch_store import BatchFolder
+from batches.claims import Claim, LockClaims, RedisClaims
 from batches.storage.disk import Disk
+from batches.storage.file_store import BatchFolder
 from cluster.errors import StartError
 from conftest import ModelFactory
 from support.batch_site import batches_pid, begin, client_of, completion, content_of, ended

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from batches.lines.line import LineAnswer, LineRequest
+from batches.lines import LineAnswer, LineRequest
 from batches.router_client import RouterClient
 from cluster.errors import Overloaded, StartError, Unavailable
 from cluster.process.life import Drain

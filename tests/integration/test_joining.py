@@ -17,8 +17,7 @@ from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from support.processes import until
 from worker.front import membership as joining
-from worker.front.membership import Memberships
-from worker.front.router_streams import RouterStreams
+from worker.front.membership import Memberships, RouterStreams
 
 LOGGER = "worker.front.membership"
 

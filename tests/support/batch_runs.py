@@ -9,15 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from batches.claims.claims import Claim
-from batches.lines.input_check import InputLimits
-from batches.lines.line import Handle, LineAnswer, LineRequest
-from batches.records import FileInfo, Made
+from batches.claims import Claim
+from batches.lines import Handle, InputLimits, LineAnswer, LineRequest
 from batches.run import Run, Surroundings
-from batches.storage.batch_store import BatchFolder, BatchStore
-from batches.storage.disk import Disk
-from batches.storage.file_store import FileStore
-from batches.storage.layout import BATCH_PREFIX, FILE_PREFIX, new_id
+from batches.state import FileInfo, Made
+from batches.storage.disk import BATCH_PREFIX, FILE_PREFIX, Disk, new_id
+from batches.storage.file_store import BatchFolder, BatchStore, FileStore
 from cluster.errors import Overloaded, Unavailable
 from cluster.fair_turns import FairTurns
 from cluster.process.life import Drain

@@ -9,21 +9,41 @@ from typing import Any
 
 import pytest
 
-from batches.claims.claims import LockClaims
-from batches.lines.input_check import MAX_FAULTS, InputLimits, check_input, lines_of
-from batches.lines.line import LineAnswer, LineFault, answered, read_line, unanswered
-from batches.lines.outputs import make_outputs
-from batches.lines.retries import wait_s
-from batches.records import Cancelled, Checked, Decided, Ended, Facts, Fault, FileInfo, Made, Progress
+from batches.claims import LockClaims
+from batches.lines import (
+    MAX_FAULTS,
+    InputLimits,
+    LineAnswer,
+    LineFault,
+    answered,
+    check_input,
+    lines_of,
+    make_outputs,
+    read_line,
+    unanswered,
+    wait_s,
+)
 from batches.router_client import START_GAP_S, StartPace
 from batches.service import Batches
-from batches.state import Step, batch_object, next_step, status_of, window_s
+from batches.state import (
+    Cancelled,
+    Checked,
+    Decided,
+    Ended,
+    Facts,
+    Fault,
+    FileInfo,
+    Made,
+    Progress,
+    Step,
+    batch_object,
+    next_step,
+    status_of,
+    window_s,
+)
 from batches.storage.answer_log import AnswerLog, encoded, read_log
-from batches.storage.batch_store import BatchFolder, BatchStore
-from batches.storage.disk import Disk
-from batches.storage.file_store import STALE_S, FileStore
-from batches.storage.layout import BATCH_PREFIX, FILE_PREFIX, derived_id, is_id, new_id, tenant_folder
-from batches.storage.space import TenantSpace
+from batches.storage.disk import BATCH_PREFIX, FILE_PREFIX, Disk, TenantSpace, derived_id, is_id, new_id, tenant_folder
+from batches.storage.file_store import STALE_S, BatchFolder, BatchStore, FileStore
 from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from cluster.process.life import Drain
 from router.frontend.http.body.fields import parse_object

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batches.lines.line import LineAnswer, LineRequest
-from batches.records import Cancelled, Facts
-from batches.state import status_of
+from batches.lines import LineAnswer, LineRequest
+from batches.state import Cancelled, Facts, status_of
 from batches.storage.answer_log import encoded
 from batches.storage.disk import Disk
 from cluster.errors import Unavailable

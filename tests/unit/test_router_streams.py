@@ -10,7 +10,7 @@ from cluster.network.mux_stream import MuxStream
 from protos import membership_pb2 as pb
 from support.frame_pair import join
 from support.virtual_loop import settle
-from worker.front.router_streams import OPENED_S, RouterStreams
+from worker.front.membership import OPENED_S, RouterStreams
 
 
 def opening(key: bytes) -> bytes:

@@ -1,4 +1,7 @@
-"""A worker's side of Membership: one stream to every router, for as long as the worker lives."""
+"""A worker's side of Membership: one stream to every router, for as long as the worker lives.
+
+The worker's end of routers' connections: requests and tokens, and the worker's events.
+"""
 
 import asyncio
 import logging
@@ -14,6 +17,7 @@ import grpc
 from cluster.discovery import Discovery, Roster
 from cluster.errors import AlreadyExists, Incompatible, ServiceError, TandemError, Unavailable
 from cluster.network.error_status import from_rpc_error
+from cluster.network.mux import Channel, ProtocolError
 from cluster.network.mux_stream import MuxStream
 from cluster.network.rpc import channel
 from cluster.network.tls import TlsIdentity
@@ -23,10 +27,60 @@ from engine.process.front.engine_client import EngineClient
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from protos.loans_pb2 import Holder
-from worker.front.router_streams import RouterStreams
 from worker.front.worker_events import cache_events, load_report, messages_of, parts_of, summary
 
 log = logging.getLogger(__name__)
+
+
+OPENED_S = 3.5
+"""Seconds that a router has to connect after its Welcome; it gives up after 3."""
+Serve = Callable[[Channel, bytes], object]
+"""Function that serves a request of a router: a channel, and its opening."""
+
+
+class RouterStreams:
+    """Connections of all routers, by the key of the membership whose events they bring."""
+
+    def __init__(self) -> None:
+        self.serve: Serve | None = None
+        """Server of requests; None while the worker starts."""
+        self._opened: dict[bytes, MuxStream] = {}
+        self._awaited: dict[bytes, asyncio.Future[MuxStream]] = {}
+
+    def accept(self, stream: MuxStream, opening: bytes) -> None:
+        """Take a connection that a router has opened."""
+        key = pb.StreamOpening.FromString(opening).key
+        if self.serve is None:
+            raise Unavailable("this worker is starting")
+        stream.on_channel, stream.mux.on_note = self.serve, _unexpected
+        if not key:
+            return
+        self._opened[key] = stream
+        stream.on_end.append(lambda _: self._opened.pop(key, None))
+        if (awaited := self._awaited.get(key)) is not None and not awaited.done():
+            awaited.set_result(stream)
+
+    async def of(self, key: bytes) -> MuxStream:
+        """Return the connection with this key.
+
+        Raises Unavailable where the router does not open it.
+        """
+        if (stream := self._opened.get(key)) is not None:
+            return stream
+        awaited: asyncio.Future[MuxStream] = asyncio.get_running_loop().create_future()
+        self._awaited[key] = awaited
+        try:
+            async with asyncio.timeout(OPENED_S):
+                return await awaited
+        except TimeoutError:
+            raise Unavailable(f"the router did not connect to stream_port within {OPENED_S:g} s") from None
+        finally:
+            del self._awaited[key]
+
+
+def _unexpected(note: bytes) -> None:
+    raise ProtocolError("a router sends no notes")
+
 
 Meet = Callable[[Sequence[Holder]], Awaitable[None]]
 

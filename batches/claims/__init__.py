@@ -1,1 +1,0 @@
-"""Claims: which of several processes runs a batch."""

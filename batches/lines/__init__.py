@@ -1,1 +1,0 @@
-"""Lines of a batch: inputs, retries, answers, and the files made of them."""
