@@ -4,7 +4,7 @@ Pure. docs/extending.md describes how other packages add terms.
 
     cost = TTFT, the sum of the terms that follow one another in time
          + delay of the streams that run on the decode worker, with the terms of other packages
-         - a small share of both for the workers that served the session's last request (affinity.py)
+         - a small share of both for the workers that served the session's last request (rates.py)
 
 In a large fleet the sum of the bounds excludes most pairs before their seconds are computed. So a bound has a part by
 decode worker and a part by lender: it needs no matrix of pairs.
