@@ -1,15 +1,11 @@
-"""Protocol of an engine's KV as requests and loans use it. Each engine has its own, over a pool of its own.
+"""Protocol of an engine's KV as requests and loans use it, and the token chains whose KV is in blocks of a pool.
 
-A token chain whose KV is in blocks of a pool.
+Each engine has its own, over a pool of its own; steps in the life of a sequence's blocks are equal for all.
 
-Blocks that a chain needs up to a boundary, in the order in which a loan brings them.
-
-A *boundary* is a number of leading blocks of a chain after which a request can go on. With one KV group a boundary
-needs every block before it, so a block range is the chain itself. With several groups (sliding windows, recurrent
-states) it needs all blocks of full attention, the last ones of each window, and one state;
-`engine/backends/vllm/kv/groups.py` knows which.
-
-Steps in the life of a sequence's blocks that are equal for every engine's pool.
+A *boundary* is a number of leading blocks of a chain after which a request can go on. A block range has the blocks that
+a chain needs up to a boundary, in the order in which a loan brings them. With one KV group a boundary needs every block
+before it, so a block range is the chain itself. With several groups (sliding windows, recurrent states) it needs all
+blocks of full attention, the last ones of each window, and one state; `engine/backends/vllm/kv/groups.py` knows which.
 """
 
 from collections.abc import Sequence

@@ -689,7 +689,7 @@ class Hello(_message.Message):
     reserve_output_tokens: _builtins.int
     """Largest number of output tokens that a new request reserves blocks for. 0: all of max_tokens."""
     protocol: _builtins.int
-    """Protocol version of cluster/network/protocol.py: must equal the router's."""
+    """Protocol version of cluster/network/rpc.py: must equal the router's."""
     traffic_share: _builtins.float
     """Share of its model's requests for the workers that state this share. 0: all requests that the other workers do not
     take.

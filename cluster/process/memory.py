@@ -1,6 +1,4 @@
-"""Settings of Python's cyclic garbage collector for long-lived processes.
-
-Return of freed memory to the system.
+"""Memory of long-lived processes: settings of Python's garbage collector, and return of freed memory to the system.
 
 glibc keeps memory that large requests used, in several arenas, and a router's memory would stay at its peak.
 """

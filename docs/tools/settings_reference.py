@@ -38,7 +38,7 @@ from planner.runtime import PlannerConfig
 from preprocessor.config import MediaModel, MediaSettings, PreprocessorConfig
 from router.admission.config import TenantPolicy
 from router.config import RouterConfig
-from router.models.config import ModelEntry, ModelRule
+from router.models.config import FleetConfig, ModelEntry, ModelRule, ServerEntry
 from router.security.config import ApiKey
 from tandem.ray.settings import RaySettings, RoleResources
 
@@ -87,6 +87,8 @@ OF_ENGINES = {
 PARTS: dict[type[BaseModel], str] = {
     ModelEntry: "An entry of the router's `models`",
     ModelRule: "An entry of the router's `model_rules`",
+    FleetConfig: "The router's `fleet`",
+    ServerEntry: "An entry of `servers` of a fleet",
     TenantPolicy: "A tenant: the router's `tenants.NAME` and `default_tenant`",
     ApiKey: "An API key: an entry of `api_keys`, or of the file",
     MediaModel: "An entry of the preprocessor's `models`",

@@ -1,10 +1,8 @@
-"""Verification of blocks that arrived in a GPU's memory: one pass for all reads that are complete.
+"""Verification of blocks that arrived in a GPU's memory, and their corruption for drills.
 
 A pass is a few kernels and one wait, however many blocks it covers, and each read of its own would pay for them. While
 a pass runs, further reads complete; they share the next one. Passes have a thread of their own: neither the transport,
 which posts the next reads, nor the engine's loop waits for the GPU.
-
-Corruption of arriving blocks, for drills.
 """
 
 import logging

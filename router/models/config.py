@@ -1,9 +1,4 @@
-"""Settings of the served models, and of the choice for a request that names `auto`.
-
-Settings of a fleet of stock servers: the file that `fleet` names.
-
-Usage and cost of one model's requests, as plain counters.
-"""
+"""Settings of served models and fleets of stock servers, of the choice by `auto`, and counters of a model's cost."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self

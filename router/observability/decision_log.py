@@ -1,17 +1,14 @@
-"""Log of placement decisions and their outcomes in a file, for more requests than a router remembers.
+"""Files of JSON lines, written on a thread: placement decisions with their outcomes, and samples of traffic.
 
-Off unless `decisions_file` is set. One line of JSON per placement, with all its inputs, and one per request at its end;
-both have the request's id. No prompts and no outputs are written.
+Lines beyond the thread's speed are dropped and counted.
 
-Writer of JSON lines on a thread.
+Decisions are logged where `decisions_file` is set, for more requests than a router remembers: one line per placement,
+with all its inputs, and one per request at its end; both have the request's id. No prompts and no outputs are written.
 
-Lines beyond its speed are dropped and counted.
-
-Samples of traffic for evaluations: some requests with their receipts, and clients' feedback on answers.
-
-Off unless `samples_file` is set. One line of JSON each: `{"request": ...}` with the receipt, and `{"feedback": ...}`;
-both have the request's id, and the tenant that asked or rated (with keys, the key's name too). Texts are kept only
-where `sample_texts` is set, and with them thumbnails of pictures; otherwise their lengths.
+Samples, for evaluations, are written where `samples_file` is set: `{"request": ...}` with the receipt, and
+`{"feedback": ...}` of clients on answers; both have the request's id, and the tenant that asked or rated (with keys,
+the key's name too). Texts are kept only where `sample_texts` is set, and with them thumbnails of pictures; otherwise
+their lengths.
 """
 
 import asyncio

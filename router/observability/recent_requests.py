@@ -1,14 +1,6 @@
-"""Recently ended requests with their receipts, without texts of prompts and outputs.
+"""Recent requests: their placement decisions with all inputs, their receipts when they end, and both as API messages.
 
-History of recent requests' placement decisions with all their inputs.
-
-Pure, and bounded in memory.
-
-No prompts and no outputs are kept.
-
-Conversion of candidates and decisions to API messages.
-
-Pure.
+Bounded in memory. No prompts and no outputs are kept.
 """
 
 from collections import deque

@@ -1,9 +1,4 @@
-"""Abilities of one stock server, asked when it is met.
-
-Figures of a stock server's `/metrics` page.
-
-HTTP calls to one stock server.
-"""
+"""HTTP calls to one stock server: its abilities, asked when it is met, and the figures of its `/metrics` page."""
 
 import re
 import ssl

@@ -1,6 +1,6 @@
-"""Result of a drill: one row for each fault that was injected.
+"""A live cluster in a drill, and the drill's result: one row for each fault that was injected.
 
-A live cluster in a drill: its workers by the router's status, and calls to the workers themselves.
+`FAULTS` names the faults. Workers are those of the router's status; calls go to the workers themselves.
 """
 
 import json

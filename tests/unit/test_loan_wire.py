@@ -10,6 +10,7 @@ from cluster.network.mux import ProtocolError
 from kvcache.block_keys import Item
 from loans.network import Blocks, Peer, PlacementMark, Release, Started, Want
 from loans.peers import connection
+from router.stock import member
 
 keys = st.lists(st.binary(min_size=16, max_size=16), max_size=5)
 uint32 = st.integers(0, 2**32 - 1)
@@ -112,3 +113,8 @@ def test_what_is_wrong_is_named(unpack: object, payload: bytes, reason: str) -> 
 def test_the_address_of_a_peer() -> None:
     peer = Peer("w", "10.0.0.1:7", b"incarnation")
     assert connection.peer_of(connection.holder_of(peer)) == peer
+
+
+def test_stock_servers_with_the_connector_speak_the_version_of_this_module() -> None:
+    """The router cannot import it where no engine is installed, and pairs lenders and borrowers by the number."""
+    assert member.LOANS == connection.VERSION

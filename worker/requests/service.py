@@ -1,10 +1,7 @@
-"""The decode role: runs placed requests on the engine, with loans from the lenders that the router chose.
+"""The decode role: runs routers' placed requests on the engine, with loans from the lenders that the router chose.
 
-Requests of routers on this worker, each a channel of a router's connection.
-
+Each request is a channel of a router's connection. Engine messages come in, client messages go out; no call waits.
 Tokens are collected until a frame can be sent, so a router that reads slowly gets fewer, larger messages.
-
-One placed request on a decode worker: engine messages come in, client messages go out; no call waits.
 """
 
 import asyncio

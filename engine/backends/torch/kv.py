@@ -1,13 +1,7 @@
-"""Bytes of KV blocks, copied out of the pool to the stores below it and back.
+"""KV pool of the torch engine: its size, the bytes of its blocks for stores, and fingerprints on a device.
 
-Fingerprints of blocks on a GPU, computed there.
-
-The values equal those of `kvtransfer/fingerprint.py`.
-
-torch's int64 arithmetic wraps around modulo 2**64 as numpy's uint64 does, and the sum of products has the same bits
-under either sign.
-
-Size of a KV pool that is to take what the weights and a step leave.
+Fingerprints equal those of `kvtransfer/fingerprint.py`: torch's int64 arithmetic wraps around modulo 2**64 as numpy's
+uint64 does, and the sum of products has the same bits under either sign.
 """
 
 import contextlib

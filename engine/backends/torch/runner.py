@@ -1,9 +1,4 @@
-"""Torch model runner: a transformers model over a paged KV pool, on the CPU.
-
-Model joined to its paged KV memory: chunks in, logits out.
-
-Attention backends: joins a model to its KV memory with the fastest kernels available.
-"""
+"""Torch model runner: a transformers model over a paged KV pool on the CPU, with the fastest attention backend."""
 
 import logging
 import weakref

@@ -1,10 +1,7 @@
-"""Capacity: workers on which a class may start, without what batch must leave free and reserved workers.
+"""Capacity of workers for a class: what is free, reserved, refused of late, or better bound to a lender later.
 
-Reservations of workers for requests that others have overtaken for too long.
-
-Backoff from workers that refused for lack of capacity although they seemed to have it.
-
-Late binding of lenders: whether to bind a request to a lender now, or to wait and choose later.
+Batch must leave a part free. A worker is reserved for a request that others have overtaken for too long. One that
+refused for lack of capacity, although it seemed to have it, is left alone for a while.
 
 Pure.
 """

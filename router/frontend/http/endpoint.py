@@ -1,8 +1,6 @@
-"""A generating endpoint: from the body of an exchange to its answer.
+"""Endpoints of HTTP APIs: one that generates, from the body of an exchange to its answer, and one of a JSON object.
 
-An endpoint that answers a body with one JSON object and generates nothing.
-
-Merging of several streams into one.
+A generating one may serve several streams, which are merged.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Errors in OpenAI's form: status, headers, and {"error": {"message", "type", "param", "code"}}.
+"""Identity of a caller, from a request's headers, and errors in OpenAI's form.
 
-Identity of a caller, from a request's headers.
+The form: status, headers, and {"error": {"message", "type", "param", "code"}}.
 """
 
 import json

@@ -1,10 +1,6 @@
-"""The HTTP server of the public API, with limits on a request's head.
+"""The HTTP server of the public API: limits on a request's head, keys, other origins' pages, and notice of disconnects.
 
-A client's connection: notice of a disconnect, and the sending of an answer's head.
-
-Requests of pages in browsers: preflights are answered, and answers say which pages may read them.
-
-Authentication of HTTP requests: a new path is closed until it is opened here.
+A new path is closed until it is opened here. Preflights of browsers are answered.
 """
 
 import asyncio

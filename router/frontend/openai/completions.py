@@ -1,10 +1,6 @@
-"""POST /v1/completions: from its body to GenerateRequests.
+"""POST /v1/completions, /tokenize and /detokenize: bodies to requests, texts to tokens, and choices with logprobs.
 
-POST /tokenize and /detokenize, as vLLM has them: text or chats to token ids, and back.
-
-State of one choice while its answer is made.
-
-Log probabilities in the formats of OpenAI's APIs, and of vLLM for prompts.
+Log probabilities have the formats of OpenAI's APIs, and of vLLM for prompts.
 """
 
 import secrets

@@ -1,11 +1,10 @@
-"""A tool call in JSON, read while it is generated: its name, and its arguments as they come.
+"""Reading of tool calls and reasoning: the forms of model families, and JSON arguments as they come.
 
-How families of models write reasoning and tool calls: fields of transformers' response templates. Data only.
-
-Names are those of vLLM's --tool-call-parser and --reasoning-parser. A template's fields are described in
-`transformers.utils.chat_parsing`. Fields named `tool_calls...` hold calls, `reasoning` holds reasoning, `content` is
-text for the reader, and any other field is dropped. Without a `content` of its own a family has all other text as
-content.
+`CALLS` and the tables beside it are data: how families write reasoning and tool calls, as fields of transformers'
+response templates. Names are those of vLLM's --tool-call-parser and --reasoning-parser. A template's fields are
+described in `transformers.utils.chat_parsing`. Fields named `tool_calls...` hold calls, `reasoning` holds reasoning,
+`content` is text for the reader, and any other field is dropped. Without a `content` of its own a family has all other
+text as content.
 """
 
 import json

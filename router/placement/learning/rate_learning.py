@@ -1,12 +1,8 @@
-"""Speeds of a fleet, learned from receipts, as the arrays that placement reads.
+"""Speeds of a fleet, learned from receipts, as the arrays that placement reads, and the quality of predictions.
 
 A worker without measurements gets the mean of its kind. A pair without measurements gets the middle between its
 lender's speed to others and its borrower's from others, or either alone, or the mean of all pairs. The first
-measurement starts from that assumption.
-
-Measurements of speed in a receipt.
-
-Quality of predictions: the logarithm of predicted over actual, as running quantiles.
+measurement starts from that assumption. Quality is the logarithm of predicted over actual, as running quantiles.
 
 Pure.
 """

@@ -1,8 +1,6 @@
-"""Servers that a source lists, and failures of sources.
+"""Sources of servers: all addresses of a host name, or a file that is read again when it changes.
 
-Source of servers: all addresses of a host name.
-
-Source of servers: a file with a URL a line, or with a YAML list, which is read again when it changes.
+The file has a URL a line, or a YAML list. Failures of all sources are typed here, too.
 """
 
 import asyncio
