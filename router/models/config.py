@@ -57,9 +57,9 @@ class ServerEntry(Config):
     file: Path | None = None
     """File with a URL a line, or a YAML list of `{url, role}`, which is read again when it changes."""
     service: ServiceEntry | None = None
-    """Service of Kubernetes, whose EndpointSlices list the servers: name, namespace (default: the router's own), port."""
+    """Kubernetes Service whose EndpointSlices list the servers: name, port, and namespace unless the router's own."""
     pods: PodsEntry | None = None
-    """Pods of Kubernetes that are servers: selector, such as `app=vllm`, namespace (default: the router's own), port."""
+    """Kubernetes pods that are servers: selector, such as `app=vllm`, port, and namespace unless the router's own."""
     role: Role = "both"
     """decode: serves requests. prefill: only lends blocks, which needs TandemConnector. both: serves and lends."""
     https: bool = False
