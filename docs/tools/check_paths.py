@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-QUOTED = re.compile(r"`([A-Za-z_.][\w./-]*)`")
+QUOTED = re.compile(r"`([A-Za-z_.][\w./-]*(?:\{[\w,/-]+\}[\w./-]*)?)`")
+ALTERNATIVES = re.compile(r"\{([\w,/-]+)\}")
 ENDINGS = (".py", ".md", ".proto", ".toml", ".yaml", ".h", ".cpp", ".cu", ".Dockerfile", ".tpl")
 LOGS = ("docs/log.md", "CHANGELOG.md")
 """Documents about the past, which name files that are gone."""
@@ -33,6 +34,13 @@ def tracked() -> list[str]:
     return [line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
 
 
+def expanded(path: str) -> list[str]:
+    """Return the paths that a path with `{a,b}` stands for."""
+    if (found := ALTERNATIVES.search(path)) is None:
+        return [path]
+    return [path[: found.start()] + each + path[found.end() :] for each in found[1].split(",")]
+
+
 def missing(files: list[str]) -> list[str]:
     """Return a line for each path in backticks that no tracked file or folder has."""
     known = set(files) | {str(parent) for file in files for parent in Path(file).parents}
@@ -44,7 +52,7 @@ def missing(files: list[str]) -> list[str]:
             continue
         folder = Path(file).parent
         for number, line in enumerate((ROOT / file).read_text().splitlines(), 1):
-            for path in QUOTED.findall(line):
+            for path in (each for quoted in QUOTED.findall(line) for each in expanded(quoted)):
                 clean = path.rstrip("/")
                 if clean in ELSEWHERE or (not path.endswith(ENDINGS) and clean.partition("/")[0] not in tops):
                     continue
