@@ -80,16 +80,15 @@ class VllmRequests(RequestTable[_Request]):
     @property
     def running(self) -> list[EngineSequence]:
         self._submissions.count_computed()
-        preempted = set(self._submissions.preempted)
-        return [each.sequence for each in self._submissions.of_requests if each not in preempted]
+        return [each.sequence for each in self._submissions.of_requests if not each.is_preempted]
 
     @property
     def preempted(self) -> list[EngineSequence]:
-        return [each.sequence for each in self._submissions.preempted]
+        return [each.sequence for each in self._submissions.of_requests if each.is_preempted]
 
     @property
     def short(self) -> bool:
-        return bool(self._submissions.preempted)
+        return any(each.is_preempted for each in self._submissions.of_requests)
 
     # ------------------------------------------------------------------ of each request
 
