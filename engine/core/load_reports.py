@@ -144,7 +144,9 @@ class LoadReporter:
         self.changed = False
         running_set = self._requests.running_set
         running, preempted = running_set.running, running_set.preempted
-        prefilling = [s for s in (*running, *self._lender_manager.started_jobs(), *preempted) if not s.decoding]
+        prefilling = [sequence for sequence in running if not sequence.decoding]
+        num_decoding = len(running) - len(prefilling)
+        prefilling += [s for s in (*self._lender_manager.started_jobs(), *preempted) if not s.decoding]
         self._emit(
             LoadReport(
                 step=self._step_count,
@@ -155,7 +157,7 @@ class LoadReporter:
                 available_blocks=0 if running_set.short else self._cached.num_available,
                 num_blocks=self._cached.pool.num_blocks,
                 placements_seen=dict(self._placements_seen),
-                decoding=sum(s.decoding for s in running),
+                decoding=num_decoding,
                 preempted=len(preempted),
                 preemptions=running_set.num_preemptions,
                 drafted=self._drafts.num_draft_tokens if self._drafts else 0,

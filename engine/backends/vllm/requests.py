@@ -80,15 +80,16 @@ class VllmRequests(RequestTable[_Request]):
     @property
     def running(self) -> list[EngineSequence]:
         self._submissions.count_computed()
-        return [each.sequence for each in self._submissions.of_requests if not each.is_preempted]
+        preempted = set(self._submissions.preempted)
+        return [each.sequence for each in self._submissions.of_requests if each not in preempted]
 
     @property
     def preempted(self) -> list[EngineSequence]:
-        return [each.sequence for each in self._submissions.of_requests if each.is_preempted]
+        return [each.sequence for each in self._submissions.preempted]
 
     @property
     def short(self) -> bool:
-        return any(each.is_preempted for each in self._submissions.of_requests)
+        return bool(self._submissions.preempted)
 
     # ------------------------------------------------------------------ of each request
 

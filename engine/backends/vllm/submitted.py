@@ -112,10 +112,19 @@ class Submissions:
         """Sequences by the number of the ended step with which their next block may be full."""
         self._num_ended = 0
         """Number of steps that have ended."""
+        self._preempted: list[Submitted] | None = []
+        """Requests that vLLM has preempted; None: not looked at since it scheduled."""
 
     @property
     def of_requests(self) -> Iterable[Submitted]:
         return (each for each in self._by_id.values() if each.sequence.sampling is not None)
+
+    @property
+    def preempted(self) -> list[Submitted]:
+        """Requests that wait to be computed again: only vLLM's scheduling preempts them, or lets them go on."""
+        if self._preempted is None:
+            self._preempted = [each for each in self.of_requests if each.is_preempted]
+        return self._preempted
 
     def count_computed(self) -> None:
         """Set the requests' numbers of computed tokens, which steps set only where a block is full."""
@@ -172,6 +181,7 @@ class Submissions:
         if submitted is None:
             return
         del self._by_id[submitted.request_id]
+        self._preempted = None
         self._sampling.forget(submitted.request_id)
         self._to_abort.append(submitted.request_id)
         if not self._by_id:
@@ -215,6 +225,7 @@ class Submissions:
     def after_schedule(self, output: SchedulerOutput) -> None:
         """Record which blocks vLLM gave to the sequences of a step, and lower their reservations by these."""
         width = self._kv_cache.layout.block_tokens
+        self._preempted = None
         for new in output.scheduled_new_reqs:  # on V2 also those that resume after a preemption
             submitted = self._by_id[new.req_id]
             self._begin(submitted, new.block_ids)
