@@ -2,10 +2,8 @@
 
 import argparse
 import asyncio
-import ctypes
 import json
 import os
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -18,11 +16,11 @@ from batches.service import Batches
 from cluster.errors import StartError, TandemError
 from cluster.logs import set_up
 from cluster.process.life import Addresses, Drain, SignalledRole, run_role
+from cluster.process.tree import die_with_parent
 from engine.host.cores import step_back
 from router.batches.link import BATCHES_SOCKET, Link, RouterLink
 from router.frontend.http.server import OpenAiServer
 
-PR_SET_PDEATHSIG = 1
 NICENESS = 10
 """Niceness of the process once it serves: interactive requests of the same cores go first."""
 THREADS = 128
@@ -68,7 +66,7 @@ def main() -> int:
     parser.add_argument("--child-of", type=int, metavar="PID", help="router with which this process ends")
     options = parser.parse_args()
     if options.child_of is not None:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         if os.getppid() != options.child_of:
             return 1  # the router ended before
     return run_role(lambda: _started(options.folder))
@@ -109,7 +107,7 @@ def _open_claims(settings: Link) -> Claims:
     """Return the claims. Raises StartError for an invalid `redis_url`."""
     if not settings.redis_url:
         return LockClaims()
-    from batches.claims import RedisClaims  # imported late, because an unused import costs start time
+    from batches.redis_claims import RedisClaims
 
     return RedisClaims(settings.redis_url, settings.cluster_name)
 

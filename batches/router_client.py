@@ -70,15 +70,15 @@ class RouterClient:
             raise Unavailable(f"the router gave no answer: {error!r}") from None
         if answer.status == 401 and self._link.key_now() != key:  # otherwise the key of the batch's maker is refused
             raise Unavailable("the router has started again")
-        said = body[:200].decode(errors="replace")
+        reply = body[:200].decode(errors="replace")
         if answer.status == 429:
-            raise Overloaded(said, retry_after_s=int(answer.headers.get("retry-after-ms", "0")) / 1e3)
+            raise Overloaded(reply, retry_after_s=int(answer.headers.get("retry-after-ms", "0")) / 1e3)
         if answer.status == 503:
-            raise Unavailable(said)
+            raise Unavailable(reply)
         return LineAnswer(answer.status, body)
 
     def watch(self, drain: Drain) -> None:
-        """From now on, begin this drain while the router is stopping, and end it while the router gives no answer."""
+        """Begin to follow the router: a drain begins while it is stopping, and is over while it gives no answer."""
         self._watching = asyncio.ensure_future(self._watch(drain))
 
     async def failed(self) -> TandemError:

@@ -3,15 +3,13 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from batches.claims import Claims
 from batches.lines import FRAME_BYTES, Handle, InputLimits
 from batches.run import Surroundings
 from batches.runner import BatchRunner
-from batches.storage.disk import Disk, TenantSpace
+from batches.storage.disk import Disk, TenantSpace, check_folder
 from batches.storage.file_store import BatchStore, FileStore
-from cluster.errors import StartError
 from cluster.fair_turns import FairTurns
 from cluster.process.life import Drain
 from router.batches.link import Link
@@ -58,18 +56,3 @@ class Batches:
 
     async def close(self) -> None:
         await self.runner.close()
-
-
-def check_folder(root: Path, disk: Disk) -> None:
-    """Create the folder and try all calls that are needed there.
-
-    Raises StartError where one of them fails.
-    """
-    try:
-        disk.make_folder(root)
-        probe = root / "probe"
-        disk.remove(probe)
-        disk.write_once(probe, b"")
-        disk.remove(probe)
-    except OSError as error:
-        raise StartError("batches_folder", f"cannot be used: {root}: {error.strerror}") from None

@@ -29,7 +29,7 @@ from bench.pool_waste import measure_waste
 from bench.serving import peak_memory_mib
 from bench.support.report import OUT, Bar, conclude, percentile
 from bench.support.vllm_server import VllmServer
-from cluster.process.life import children
+from cluster.process.tree import children
 from protos import inference_pb2 as pb
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster

@@ -26,7 +26,7 @@ from bench.vllm.sides import Setting, plain
 from bench.vllm.streams import StreamLoad
 from engine.backends.vllm.arguments import vllm_python
 from engine.config import WorkerConfig
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 from protos import inference_pb2 as pb
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster

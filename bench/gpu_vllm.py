@@ -32,9 +32,10 @@ from rich.console import Console
 from bench import gpu_pair
 from bench.models import LLAMAS, kv_bytes_per_token, weight_bytes
 from bench.support.report import OUT, Bar, Parts, conclude, save
-from bench.vllm.sides import Limits, Loads, Setting, bars_of, compare, end_on_sigterm
+from bench.vllm.sides import Setting, end_on_sigterm
 from bench.vllm.streams import StreamLoad
 from bench.vllm.transfer import timed_loans
+from bench.vllm.turns import Limits, Loads, bars_of, compare
 from engine.backends.vllm.arguments import vllm_python
 from engine.config import WorkerConfig
 from tandem.client import Client

@@ -27,7 +27,7 @@ from bench.bare.chain import NUM_TOKENS, REQUEST_BYTES, STEP_S, WAITED
 from bench.models import sim_model
 from bench.support.report import Bar, conclude, percentile
 from cluster.network.rpc import channel
-from cluster.process.life import children
+from cluster.process.tree import children
 from protos import inference_pb2 as pb
 from tandem.cli.cluster.demo import LORE, SUBJECTS
 from tandem.client import Client

@@ -2,10 +2,6 @@
 
 Each default is written once, in the model. An unknown key, a wrong type or a value out of range raises a StartError
 that names the key.
-
-Settings shared by processes of several roles.
-
-Names of the worker roles.
 """
 
 import argparse
@@ -16,13 +12,12 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cluster.errors import StartError
-from protos import membership_pb2 as pb
 
 
 class Config(BaseModel):
@@ -141,87 +136,3 @@ def secrets_of(config: Config) -> str:
 
 def _secret(config: Config) -> set[str]:
     return {name for name, field in type(config).model_fields.items() if not field.repr}
-
-
-class LogSettings(BaseModel):
-    """Logging settings of every process."""
-
-    log_level: Literal["debug", "info", "warning", "error"] = "warning"
-    """Lowest level that is logged, to standard error. The environment variable TANDEM_LOG overrides it. Libraries
-    always log warnings."""
-    log_format: Literal["text", "json"] = "text"
-    """Format of log lines. json: one object per line, with ts, level, role, process, logger, message, and where known
-    request_id, trace_id and exception."""
-
-
-class TlsSettings(BaseModel):
-    """TLS settings of every process.
-
-    The first three are set together; all are PEM files.
-    """
-
-    tls_cert: Path | None = None
-    """Certificate of this process, with the intermediate certificates up to `tls_ca`."""
-    tls_key: Path | None = None
-    """Private key of the certificate, not encrypted."""
-    tls_ca: Path | None = None
-    """Authorities that sign members of this cluster; use an authority of the cluster's own. With it every internal port
-    speaks TLS and refuses processes without such a certificate."""
-    tls_server_name: str = ""
-    """Name that all members' certificates share, checked instead of the host name. Default: the host name."""
-
-
-class MetricsSettings(TlsSettings):
-    """Metrics settings of every process that has metrics."""
-
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port for Prometheus at http://host:metrics_port/metrics; 0 lets the system choose. Unset: no metrics endpoint.
-    With tls_ca it is https and requires a client certificate."""
-    tls_metrics_ca: Path | None = None
-    """Authorities of certificates that may scrape, instead of tls_ca, so that Prometheus need not be a member."""
-
-
-class HostSettings(BaseModel):
-    """Address of every process that listens."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-
-
-class ReachedSettings(HostSettings):
-    """Settings of every process whose address others get."""
-
-    advertise_host: str = ""
-    """Host at which other processes reach this one, when it is not `host`."""
-
-
-class DrainSettings(BaseModel):
-    """Settings of every process that ends its work before it stops."""
-
-    drain_s: NonNegativeFloat = 30.0
-    """Seconds for which a stopping process lets its streams, loans and requests finish, before it ends them. A worker
-    then hands its streams over to other workers, which may read its blocks for a while longer."""
-
-
-class HealthSettings(BaseModel):
-    """Health settings of every process that serves."""
-
-    health_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port for gRPC's health service alone, in clear text and without a key, for supervisors without a certificate. It
-    reports only liveness and readiness. 0 lets the system choose. Unset: health is on the other ports only."""
-
-
-class DiscoverySettings(BaseModel):
-    """Discovery settings of every process that finds routers through Redis, or is found there."""
-
-    redis_url: str = Field(default="", repr=False)
-    """Redis URL, redis://host:6379/0 or rediss:// for TLS. Routers announce themselves there, workers find them, and
-    tenants' quotas are counted there. Unset: workers join `routers`. The password may come from the environment
-    variable TANDEM_REDIS_PASSWORD."""
-    cluster_name: str = Field(default="tandem", min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")
-    """Prefix of every Redis key; clusters that share a Redis need different names."""
-
-
-Role = Literal["prefill", "decode"]
-ROLES: tuple[Role, Role] = ("prefill", "decode")
-ON_WIRE: dict[Role, "pb.Role.ValueType"] = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}

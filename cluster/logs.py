@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-from cluster.config import LogSettings
 from cluster.errors import StartError
+from cluster.settings import LogSettings
 
 HEADER = "traceparent"
 _HEX = frozenset("0123456789abcdef")

@@ -12,10 +12,10 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from cluster.config import MetricsSettings
 from cluster.errors import StartError
 from cluster.network.http_server import HttpServer
 from cluster.network.tls import Credentials, File
+from cluster.settings import MetricsSettings
 
 LATENCY_S = (
     *(
@@ -57,7 +57,7 @@ def new_registry() -> CollectorRegistry:
 class LoopCounter(Collector):
     """Counter of one event loop, which is scraped there, too.
 
-    prometheus_client's own takes a lock for each increment, and a tenth of a router's CPU time with that.
+    prometheus_client's own takes a lock for each increment, which a router would pay for each token.
     """
 
     def __init__(self, registry: CollectorRegistry, name: str, about: str, *labels: str) -> None:

@@ -11,8 +11,8 @@ from cluster.errors import StartError
 from cluster.logs import set_up
 from engine.config import WorkerConfig
 from engine.media import MediaEncoder
-from engine.process.assembly import become_child
-from kvcache.block_keys import Item
+from engine.process.start_up import become_child
+from kvcache.items import Item
 from preprocessor.frames import Frame, receive_frame, send_frame
 
 

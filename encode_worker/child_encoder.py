@@ -6,7 +6,7 @@ import logging
 from cluster.errors import InvalidRequest, StartError, Unavailable
 from engine.config import WorkerConfig
 from engine.media import Embeddings
-from kvcache.block_keys import Item
+from kvcache.items import Item
 from preprocessor.children import GONE, RESTART_S, Child
 from preprocessor.frames import Frame
 

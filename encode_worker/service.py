@@ -13,8 +13,8 @@ from cluster.network.rpc import Channels
 from cluster.process.life import Drain
 from encode_worker.child_encoder import ChildEncoder
 from engine.media import Embeddings
-from kvcache.block_keys import IDENTIFIER_BYTES, Item
 from kvcache.item_messages import read_items
+from kvcache.items import IDENTIFIER_BYTES, Item
 from protos import encode_pb2 as pb
 from protos import encode_pb2_grpc as pb_grpc
 from worker.front.item_fetches import fetch_blobs

@@ -11,8 +11,8 @@ from pydantic import model_validator
 from engine.backends.sim.settings import SimSettings
 from engine.backends.torch.settings import TorchSettings
 from engine.backends.vllm.settings import VllmSettings
-from engine.core_types import EngineStartError
 from engine.engine_kind import ONE_RANK, EngineKind, find_kind, kind_of
+from engine.errors import EngineStartError
 from engine.settings import DEFAULT_ENGINE, PLUGIN_NAME
 
 GONE: Mapping[str, str] = MappingProxyType(

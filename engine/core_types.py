@@ -1,14 +1,10 @@
-"""Types shared by all parts of the engine: sampling parameters, sequences, chunks and their results.
-
-Errors that keep an engine from starting or running.
-"""
+"""Types shared by all parts of the engine: sampling parameters, sequences, chunks and their results."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
 
-from cluster.errors import StartError
-from kvcache.kv_view import Chain
+from kvcache.chain import Chain
 
 
 class FinishReason(Enum):
@@ -274,29 +270,3 @@ class StepBudget:
     def guaranteed_tokens(self) -> int:
         """Share of the sequence that has waited longest for its next token."""
         return max(1, min(self.max_tokens, self.max_prefill_tokens) // 4)
-
-
-class EngineStartError(StartError):
-    """A setting that the engine cannot honour."""
-
-
-class ModelRefused(EngineStartError):
-    """A model that cannot be served correctly and is therefore refused."""
-
-    def __init__(self, reason: str, field: str = "model") -> None:
-        super().__init__(field, reason)
-
-
-class KernelsUnavailable(EngineStartError):
-    """Kernels of a backend that are not available on this machine, or not for this model."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__("backend", reason)
-
-
-class RankLost(Exception):
-    """The loss of a rank, which ends the engine."""
-
-    def __init__(self, rank: int, how: str) -> None:
-        super().__init__(f"rank {rank} has ended: {how}")
-        self.rank = rank

@@ -14,8 +14,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from cluster.config import Role
-from engine.core_types import EngineStartError
+from cluster.roles import Role
+from engine.errors import EngineStartError
 from engine.model.hub import MODEL_FILES, RepositoryFiles
 from engine.settings import CommonSettings
 from kvtransfer.ranks import MAX_RANKS

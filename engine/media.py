@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Literal, NamedTuple
 
-from kvcache.block_keys import Item
+from kvcache.items import Item
 
 MediaKind = Literal["image", "audio", "video"]
 

@@ -8,15 +8,15 @@ from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from cluster.config import (
-    Config,
+from cluster.config import Config
+from cluster.roles import Role
+from cluster.settings import (
     DiscoverySettings,
     DrainSettings,
     HealthSettings,
     LogSettings,
     MetricsSettings,
     ReachedSettings,
-    Role,
 )
 from engine.core_types import GpuDevice, StepBudget
 from engine.host.cores import num_available

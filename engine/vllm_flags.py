@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 
 _PASSED = {
     "model and weights": (

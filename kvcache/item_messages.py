@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from kvcache.block_keys import Item
+from kvcache.items import Item
 from protos import items_pb2 as pb
 
 

@@ -7,7 +7,8 @@ import numpy as np
 from kvcache.block_keys import BlockKey, block_keys
 from kvcache.block_pool import BlockPool
 from kvcache.cached_blocks import CachedBlocks, StoreBelow
-from kvcache.kv_view import BlockRange, Chain, chain_range, quarantine_unbound, start_chain, usable_keys
+from kvcache.chain import BlockRange, Chain, chain_range
+from kvcache.kv_view import quarantine_unbound, start_chain, usable_keys
 from kvcache.pool import NamedBlock
 
 

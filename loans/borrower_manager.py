@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any
 
 from cluster.logs import of
-from kvcache.block_keys import begun_items
+from kvcache.chain import Chain
+from kvcache.items import begun_items
 from kvcache.kv_stats import LOCAL, REMOTE, STORE
-from kvcache.kv_view import Chain, KvView
+from kvcache.kv_view import KvView
 from kvtransfer.errors import TransferError
 from kvtransfer.ranks import RankGrid
 from loans.borrower import (

@@ -7,9 +7,12 @@ from itertools import count, islice, takewhile
 from typing import Generic, Protocol, TypeVar
 
 from cluster.logs import of
-from kvcache.block_keys import BlockKey, Item, begun_items, items_fault
+from kvcache.block_keys import BlockKey
+from kvcache.chain import BlockRange, Chain
+from kvcache.items import Item, begun_items, items_fault
 from kvcache.kv_stats import POOL
-from kvcache.kv_view import BlockRange, Chain, KvView, belongs
+from kvcache.kv_view import KvView, belongs
+from loans.account import KvAccount
 from loans.borrower_manager import BorrowerManager
 from loans.lender import (
     Action,
@@ -25,7 +28,7 @@ from loans.lender import (
     StopComputing,
     Unhold,
 )
-from loans.loan import BorrowRequest, C, KvAccount
+from loans.loan import BorrowRequest, C
 from loans.network import Blocks, Lender, LoanGiven, Want
 from loans.network import Started as LoanStarted
 

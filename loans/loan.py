@@ -1,11 +1,7 @@
 """A loan taken: who wants it, its state machine, its source and its reads.
 
-Account of where the KV of a request came from.
-
-Sources of a loan's blocks: another worker's pool, or a store below this engine's own.
-
-The borrower's state machine is the same for all. They differ in who reads, who is told of releases, and what happens
-to a block that arrived wrong.
+A source of blocks is another worker's pool, or a store below this engine's own. The borrower's state machine is the
+same for all. They differ in who reads, who is told of releases, and what happens to a block that arrived wrong.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block_keys import BlockKey
-from kvcache.kv_view import BlockRange, Chain
+from kvcache.chain import BlockRange, Chain
+from loans.account import KvAccount
 from loans.borrower import Borrower
 from loans.network import NO_MARK, Lender, LoanNetwork, LoanTaken, PlacementMark, TakesLoan, Want
 from loans.reads.block_reads import LocalRank, Rank, RankRead, ReadProgress, ReadRun, RemoteRank
@@ -148,54 +145,6 @@ class RankCopies:
         for number, rank in enumerate(self._others, len(started)):
             started.append(rank.start_copy(contents, blocks, partial(on_quiet, number)))
         return started
-
-
-@dataclass(slots=True)
-class KvAccount:
-    """Origin of one request's KV, and the times of its stages in seconds of the host's monotonic clock."""
-
-    reused_blocks: int = 0
-    moved_blocks: int = 0
-    computed_blocks: int = 0
-    computed_tokens: int = 0
-    moved_bytes: int = 0
-    mismatched_blocks: int = 0
-    lender_cached_blocks: int = 0
-    lender_computed_blocks: int = 0
-    lender_fetched_blocks: int = 0
-    restored_blocks: int = 0
-    """Blocks restored from the local store, in main memory or on a disk of this host."""
-    store_blocks: int = 0
-    """Blocks fetched from the store that workers share."""
-    transport: str = ""
-    lanes: tuple[str, ...] = ()
-    hedged_blocks: int = 0
-    """Blocks computed here because the lender was silent, while its loan was open."""
-    loan_failure: str = ""
-    restore_failure: str = ""
-    """Reason why restoring from the local store ended early."""
-    store_failure: str = ""
-    """Reason why fetching from the shared store ended early."""
-    pinned_blocks: int = 0
-    """Blocks of the prompt that stay in the pool, as the request asked."""
-    pins_gave_way: int = 0
-    """Blocks of the prompt that an earlier request pinned and that gave way to other requests before their time."""
-    stored_blocks: int = 0
-    """Blocks of a request without output that the shared store has, or is being given."""
-    preemptions: int = 0
-    """Number of times the request was preempted and its tokens computed again."""
-    recomputed_tokens: int = 0
-    """Tokens computed again because they were no longer cached after a preemption; `computed_tokens` excludes them."""
-    is_predicted: bool = False
-    """Whether the counts are the router's prediction, because a stock server tells none."""
-    times: dict[str, float] = field(default_factory=dict)
-
-    def store_failed(self, is_local: bool, reason: str) -> None:
-        """Record why reading from the local store, or from the shared one, ended early."""
-        if is_local:
-            self.restore_failure = reason
-        else:
-            self.store_failure = reason
 
 
 C = TypeVar("C", bound=Chain)

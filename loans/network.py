@@ -21,7 +21,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from kvcache.block_keys import BlockKey, Item
+from kvcache.block_keys import BlockKey
+from kvcache.items import Item
 
 
 class PlacementMark(NamedTuple):

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.config import Role
+from cluster.roles import Role
 from planner.config import PolicyConfig
 from protos import inference_pb2 as pb
 from router.placement.rates import LinearFit

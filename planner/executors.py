@@ -19,12 +19,12 @@ from urllib.parse import urlsplit
 import grpc
 from pydantic import Field
 
-from cluster.config import ON_WIRE, ROLES, Role
 from cluster.errors import StartError, TandemError
 from cluster.network.error_status import from_rpc_error
 from cluster.network.kubernetes import ApiServer, ApiServerSettings
 from cluster.network.rpc import channel
 from cluster.network.tls import TlsIdentity
+from cluster.roles import ON_WIRE, ROLES, Role
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 

@@ -17,7 +17,7 @@ Invariants of all desired sizes, whatever is observed (`tests/unit/test_planner_
 
 from dataclasses import dataclass, replace
 
-from cluster.config import ROLES, Role
+from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
 from planner.estimates import Estimates, Observation, decode_is_full, load_of, streams_per_worker
 

@@ -12,14 +12,16 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import PositiveFloat
 
-from cluster.config import ROLES, DiscoverySettings, HealthSettings, HostSettings, LogSettings, MetricsSettings, Role
-from cluster.discovery import Discovery, Roster, open_discovery
+from cluster.discovery.discovery import Discovery, Roster
+from cluster.discovery.open_discovery import open_discovery
 from cluster.errors import ServiceError, StartError, TandemError, Unavailable
 from cluster.metrics import MetricsServer, new_registry
 from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import Server, channel
 from cluster.network.tls import TlsIdentity, member_of
 from cluster.process.life import Addresses, SignalledRole
+from cluster.roles import ROLES, Role
+from cluster.settings import DiscoverySettings, HealthSettings, HostSettings, LogSettings, MetricsSettings
 from planner.config import PolicyConfig
 from planner.estimates import Observation, Tallies, counters_of, observe
 from planner.executors import Executor, ExecutorFailed, KubernetesConfig, KubernetesExecutor, NoExecutor, Switcher

@@ -17,7 +17,7 @@ from cluster.errors import StartError
 from cluster.logs import set_up
 from engine.config import WorkerConfig
 from engine.media import MediaInput, MediaLimits, MediaProcessor, MediaRefused
-from engine.process.assembly import become_child
+from engine.process.start_up import become_child
 from preprocessor.frames import Frame, receive_frame, send_frame
 
 log = logging.getLogger(__name__)

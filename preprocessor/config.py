@@ -11,15 +11,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from cluster.config import (
-    Config,
-    DrainSettings,
-    HealthSettings,
-    HostSettings,
-    LogSettings,
-    MetricsSettings,
-    ReachedSettings,
-)
+from cluster.config import Config
+from cluster.settings import DrainSettings, HealthSettings, HostSettings, LogSettings, MetricsSettings, ReachedSettings
 from engine.config import WorkerConfig
 from engine.model.hub import ModelPath, model_name
 from engine.settings import PLUGIN_NAME, VllmFlags

@@ -16,7 +16,7 @@ from cluster.logs import request_id
 from cluster.network.error_status import end_call
 from cluster.process.life import Drain
 from engine.media import MediaInput, MediaKind
-from kvcache.block_keys import IDENTIFIER_BYTES
+from kvcache.items import IDENTIFIER_BYTES
 from preprocessor.blobs import BlobStore, Lease, Shares
 from preprocessor.children import Children
 from preprocessor.config import PreprocessorConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from cluster.config import (
+from cluster.settings import (
     DiscoverySettings,
     DrainSettings,
     HealthSettings,

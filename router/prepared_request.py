@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from cluster.errors import DeadlineExceeded
-from kvcache.block_keys import Item
+from kvcache.items import Item
 from protos import inference_pb2 as pb
 from router.admission.request import RequestInfo
 from router.models.media import ReadyMedia

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from cluster.discovery import Discovery, RouterEntry, open_discovery
+from cluster.discovery.discovery import Discovery, RouterEntry
+from cluster.discovery.open_discovery import open_discovery
 from cluster.errors import StartError, TandemError
 from cluster.install import needing
 from cluster.metrics import MetricsServer, new_registry
@@ -283,7 +284,7 @@ def _open_usage(config: RouterConfig) -> UsageLedger:
         return MemoryLedger(config.usage_days)
     if not config.redis_url:
         raise StartError("usage_in_redis", "needs redis_url")
-    from router.usage import RedisUsage  # imported late, because an unused import costs start time
+    from router.redis_usage import RedisUsage
 
     return RedisUsage(config.redis_url, config.cluster_name, config.usage_days)
 

@@ -16,7 +16,7 @@ from typing import Annotated, Self, TextIO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from cluster.config import Role
+from cluster.roles import Role
 from engine.backends.sim.settings import StepTiming, StepWork, Timing
 from kvcache.block_keys import BlockKey
 from kvcache.layout import KvLayout

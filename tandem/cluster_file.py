@@ -21,14 +21,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from batches.service import check_folder
-from batches.storage.disk import Disk
-from cluster.config import LogSettings, TlsSettings, read_file, unknown_key
+from batches.storage.disk import Disk, check_folder
+from cluster.config import read_file, unknown_key
 from cluster.errors import StartError
+from cluster.settings import LogSettings, TlsSettings
 from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
-from engine.core_types import EngineStartError
 from engine.engine_kind import kind_of
+from engine.errors import EngineStartError
 from engine.model.hub import absolute
 from engine.vllm_flags import OF_ENCODERS, OF_PREPROCESSORS, only
 from preprocessor.config import MediaModel, PreprocessorConfig

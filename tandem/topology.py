@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt
 
-from cluster.config import ROLES, Role
 from cluster.errors import StartError
+from cluster.roles import ROLES, Role
 from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from engine.host.cores import CoreShare, share_cores

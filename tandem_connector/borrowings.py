@@ -17,9 +17,10 @@ from typing import Any
 
 from cluster.logs import of
 from kvcache.block_keys import BlockKey
-from kvcache.kv_view import Chain
+from kvcache.chain import Chain
+from loans.account import KvAccount
 from loans.borrower_manager import BorrowerManager
-from loans.loan import BorrowRequest, KvAccount
+from loans.loan import BorrowRequest
 from loans.network import Lender, Peer
 from tandem_connector.kv import BorrowedChain, ConnectorKv, RequestNames
 from tandem_connector.lenders import Lenders, Search, Server

@@ -21,10 +21,11 @@ from engine.backends.vllm.kv.block_pool import GroupPlace
 from engine.backends.vllm.kv.cache import VllmKVCache
 from engine.backends.vllm.kv.groups import KvGroups
 from engine.backends.vllm.kv.memory import KvMemory
-from engine.core_types import EngineStartError
-from engine.model.hub import read_adapters
-from kvcache.block_keys import IDENTIFIER_BYTES, BlockKey, Item, block_keys, items_fault, root_key
-from kvcache.kv_view import Chain
+from engine.errors import EngineStartError
+from engine.model.adapters import read_adapters
+from kvcache.block_keys import BlockKey, block_keys, root_key
+from kvcache.chain import Chain
+from kvcache.items import IDENTIFIER_BYTES, Item, items_fault
 
 log = logging.getLogger(__name__)
 

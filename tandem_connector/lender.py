@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from cluster.logs import of
-from kvcache.kv_view import BlockRange
+from kvcache.chain import BlockRange
 from loans.lender import (
     Action,
     Announce,

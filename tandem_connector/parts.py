@@ -28,7 +28,8 @@ from cluster.errors import StartError
 from engine.backends.vllm.connector import Offered
 from engine.backends.vllm.identity import num_kv_heads
 from engine.backends.vllm.kv.groups import KvGroups
-from engine.backends.vllm.kv.memory import RankedKvMemory, Stage, StagePool, joined_memory, stages_of
+from engine.backends.vllm.kv.memory import RankedKvMemory, joined_memory
+from engine.backends.vllm.kv.stages import Stage, StagePool, stages_of
 from engine.block_parts.messages import FromFollower, Joined, NotJoined
 from engine.block_parts.part_service import EngineLink, PartCopies, SharedMemory, serve_part
 from engine.process.ranks.ranks import DistantLink

@@ -7,10 +7,11 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from cluster.config import Config, TlsSettings
+from cluster.config import Config
 from cluster.errors import StartError
 from cluster.network.kubernetes import server_url
 from cluster.network.tls import MemberIdentity, member_of
+from cluster.settings import TlsSettings
 
 EXTRA = "kv_connector_extra_config"
 LOOPBACK = "127.0.0.1"

@@ -8,12 +8,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from cluster.config import Role
 from cluster.errors import StartError, TandemError
 from cluster.network.rpc import Server
 from cluster.network.tls import member_of
 from cluster.process.life import Addresses
 from cluster.process.loop_watch import watch_loop
+from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.messages.from_engine import FromEngine, NodeLinked, StartFailed
 from engine.process.front.engine_client import ChildEngine, EngineListener

@@ -14,10 +14,11 @@ from typing import Any
 
 import uvloop
 
-from cluster.config import Role, secrets_of, to_overrides
+from cluster.config import secrets_of, to_overrides
 from cluster.launch import launch
+from cluster.process.tree import die_with_parent
+from cluster.roles import Role
 from engine.config import WorkerConfig
-from engine.process.assembly import die_with_parent
 from engine.process.spec import LOCAL_RANK
 
 END_S = 10.0

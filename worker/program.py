@@ -2,10 +2,10 @@
 
 import sys
 
-from cluster.config import Role
 from cluster.errors import StartError
 from cluster.logs import set_up
 from cluster.process.life import run_role
+from cluster.roles import Role
 from engine.config import WorkerConfig
 from worker.headless import start_headless
 from worker.local_ranks import run_local_ranks

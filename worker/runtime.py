@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.config import ON_WIRE, Role
-from cluster.discovery import Discovery, open_discovery
+from cluster.discovery.discovery import Discovery
+from cluster.discovery.open_discovery import open_discovery
 from cluster.errors import Draining, TandemError
 from cluster.metrics import MetricsServer, new_registry
 from cluster.network.mux_stream import MuxServer
@@ -21,13 +21,15 @@ from cluster.network.rpc import PROTOCOL, Server
 from cluster.network.tls import MemberIdentity, member_of
 from cluster.process.life import Addresses, Drain
 from cluster.process.loop_watch import watch_loop
+from cluster.roles import ON_WIRE, Role
 from engine.config import WorkerConfig
-from engine.core_types import ModelRefused, Pooler
+from engine.core_types import Pooler
+from engine.errors import ModelRefused
 from engine.messages.from_engine import Ready
 from engine.messages.to_engine import DrainGroup
 from engine.model.hub import LORA_FILES, fetch_beside
-from engine.model.hub_download import in_page_cache
 from engine.model.model_dir import ModelDir
+from engine.model.page_cache import in_page_cache
 from engine.process.front.engine_client import ChildEngine, EngineClient, EngineHost
 from engine.process.spec import EngineSpec
 from loans.peers.connection import VERSION as LOAN_VERSION

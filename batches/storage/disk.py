@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from urllib.parse import quote
 
-from cluster.errors import InvalidRequest
+from cluster.errors import InvalidRequest, StartError
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 TEMPORARY = ".tmp"
@@ -177,3 +177,18 @@ class TenantSpace:
         self._num_writing[tenant] -= 1
         if not self._num_writing[tenant]:
             del self._num_writing[tenant], self._incoming[tenant], self._settled[tenant]
+
+
+def check_folder(root: Path, disk: Disk) -> None:
+    """Create the folder and try all calls that are needed there.
+
+    Raises StartError where one of them fails.
+    """
+    try:
+        disk.make_folder(root)
+        probe = root / "probe"
+        disk.remove(probe)
+        disk.write_once(probe, b"")
+        disk.remove(probe)
+    except OSError as error:
+        raise StartError("batches_folder", f"cannot be used: {root}: {error.strerror}") from None

@@ -20,7 +20,7 @@ from bench.compare.http_wire import MODEL_NAME, HttpClient, HttpReply
 from bench.router.site import cpu_seconds, first_line, free_port, process
 from bench.serving import peak_memory_mib
 from bench.support.report import Bar, percentile
-from cluster.process.life import descendants
+from cluster.process.tree import descendants
 from router.config import RouterConfig
 from tandem.local.local_cluster import start_role, stop_process
 

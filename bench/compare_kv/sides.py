@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.router.site import free_port
 from bench.support.vllm_server import VllmServer
 from bench.vllm.pair import ASK_PREFILL, offer_nixl
-from cluster.process.life import descendants
+from cluster.process.tree import descendants
 from engine.config import WorkerConfig
 from router.config import RouterConfig
 from support.namespaces import Namespace, Namespaces, run

@@ -19,7 +19,7 @@ from bench.fleet.servers import StockServer, stock_servers, tiny_model
 from bench.fleet.workload import Arrival, conversations
 from bench.router.site import cpu_seconds, free_port, process
 from bench.support.report import Bar, percentile
-from cluster.process.life import descendants
+from cluster.process.tree import descendants
 from router.config import RouterConfig
 from tandem.local.local_cluster import start_role, stop_process
 

@@ -21,7 +21,7 @@ from bench.router.site import cpu_seconds
 from bench.support.report import Bar, conclude, percentile
 from bench.vllm.sides import ROOT, Clients, end_on_sigterm
 from bench.vllm.streams import StreamLoad
-from cluster.process.life import descendants
+from cluster.process.tree import descendants
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 

@@ -16,7 +16,8 @@ from rich.console import Console
 from bench.models import LLAMA_170M, cpu_dtype, llama
 from bench.support.report import OUT, Bar
 from bench.vllm.compared import VLLM
-from bench.vllm.sides import Limits, Loads, Setting, bars_of, compare
+from bench.vllm.sides import Setting
+from bench.vllm.turns import Limits, Loads, bars_of, compare
 from tandem.storyteller import STORYTELLER
 
 LIMITS = Limits(tokens_per_s=0.97, itl_p50_ms=1.03, ttft_p50_ms=1.05)

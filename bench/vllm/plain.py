@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from bench.vllm.streams import answer_loads, private_output
-from cluster.process.life import descendants
+from cluster.process.tree import descendants
 
 
 async def main(output: TextIO, arguments: dict[str, Any], cores: set[int], other_cores: set[int]) -> None:

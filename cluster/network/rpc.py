@@ -15,9 +15,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.config import HealthSettings
 from cluster.errors import StartError
 from cluster.network.tls import Credentials, TlsIdentity
+from cluster.settings import HealthSettings
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message: a prompt of a million tokens fits; a message of 100 MB is refused before it is read."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from cluster.config import TlsSettings
 from cluster.errors import StartError
+from cluster.settings import TlsSettings
 
 log = logging.getLogger(__name__)
 

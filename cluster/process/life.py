@@ -1,8 +1,6 @@
 """Life of a role's process: announce readiness, run until told to stop, report the cause of a failure.
 
-Processes below a process, by /proc.
-
-Calls in flight that a draining process still waits for.
+`Drain` counts the calls in flight that a draining process still waits for.
 """
 
 import asyncio
@@ -11,9 +9,8 @@ import json
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import uvloop
@@ -134,21 +131,6 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
     if failure is not None:
         raise failure
     return 0
-
-
-def children(pid: int) -> list[int]:
-    """Return the process ids of a process's children; none of one that has ended."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the process ids of all children of a process, and theirs."""
-    pids = [pid]
-    for each in pids:
-        pids += children(each)
-    return pids[1:]
 
 
 class Drain:

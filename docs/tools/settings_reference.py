@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cluster.config import (
+from cluster.settings import (
     DiscoverySettings,
     DrainSettings,
     HealthSettings,

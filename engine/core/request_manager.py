@@ -29,7 +29,7 @@ from engine.messages.from_engine import Embedded, PromptScored, Token
 from engine.messages.to_engine import Generate
 from kvcache.block_keys import BlockKey
 from kvcache.kv_cache_manager import KVCacheManager
-from loans.loan import KvAccount
+from loans.account import KvAccount
 
 
 @dataclass(slots=True)

@@ -19,8 +19,9 @@ from kvcache.block_keys import BlockKey, root_key
 from kvcache.kv_stats import POOL
 from kvcache.kv_view import KvView, belongs
 from kvcache.pins import Retention
+from loans.account import KvAccount
 from loans.borrower_manager import BorrowerManager
-from loans.loan import BorrowRequest, KvAccount
+from loans.loan import BorrowRequest
 
 
 @dataclass(slots=True)

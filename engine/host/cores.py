@@ -24,8 +24,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.config import ROLES, Role
-from engine.core_types import EngineStartError
+from cluster.roles import ROLES, Role
+from engine.errors import EngineStartError
 
 log = logging.getLogger(__name__)
 

@@ -1,21 +1,16 @@
-"""Main memory for large arrays.
-
-Memory that a worker alone in its container may still take, by the container's cgroup.
-"""
+"""Main memory for large arrays."""
 
 import contextlib
 import logging
 import mmap
-import os
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.config import Role
-from cluster.process.life import descendants
-from engine.core_types import EngineStartError
-from kvtransfer.hardware.main_memory import CGROUP, cgroup_memory, check_fits
+from cluster.roles import Role
+from engine.errors import EngineStartError
+from kvtransfer.hardware.main_memory import check_fits
 from kvtransfer.memory_file import MemoryFile
 from kvtransfer.transport import Pool
 
@@ -84,20 +79,3 @@ def _files_have_huge_pages() -> bool:
     except OSError:
         return False
     return any(f"[{chosen}]" in setting for chosen in ("always", "within_size", "advise", "force"))
-
-
-def container_memory(root: Path = CGROUP) -> tuple[int, int] | None:
-    """Return (limit, free) in bytes of the cgroup at `root`.
-
-    None where there is no limit, or where other processes than this one's parent and its children share it: then
-    nobody can tell which part of the memory is this worker's.
-    """
-    if (memory := cgroup_memory(root)) is None:
-        return None
-    try:
-        members = {int(pid) for pid in (memory.folder / "cgroup.procs").read_text().split()}
-    except (OSError, ValueError):
-        return None
-    if not members <= {os.getppid(), *descendants(os.getppid())}:
-        return None
-    return memory.limit, memory.limit - memory.usage + memory.inactive_file

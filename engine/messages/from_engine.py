@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from engine.core_types import FinishReason, GpuDevice, Pooler, RequestFailure, TokenLogprobs
-from kvcache.block_keys import Item
+from kvcache.items import Item
 from kvcache.pool import CacheEvent
-from loans.loan import KvAccount
+from loans.account import KvAccount
 
 
 class Ready(NamedTuple):

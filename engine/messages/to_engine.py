@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from engine.core_types import SamplingParams, StepBudget
 from engine.media import Embeddings
-from kvcache.block_keys import BlockKey, Item
+from kvcache.block_keys import BlockKey
+from kvcache.items import Item
 from kvcache.pins import Retention
 from loans.network import NO_MARK, Lender, Peer, PlacementMark
 

@@ -2,8 +2,6 @@
 
 Token, endpoint, cache and offline mode are huggingface_hub's own: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_CACHE and
 HF_HUB_OFFLINE.
-
-LoRA adapters that an engine serves unmerged, each as a model of its own.
 """
 
 import asyncio
@@ -13,16 +11,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from engine.core_types import EngineStartError, ModelRefused
-from kvcache.block_keys import ADAPTER_BYTES
+from engine.errors import ModelRefused
 
 log = logging.getLogger(__name__)
 
@@ -179,45 +175,3 @@ class _Download:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"
-
-
-FIELD = "adapters"
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """One adapter as PEFT saves it."""
-
-    name: str
-    """Name of the model that clients ask for."""
-    path: Path
-    fingerprint: bytes
-    """Digest of its files, ADAPTER_BYTES long; part of its block keys."""
-    rank: int
-    """Largest rank of its matrices."""
-
-
-def read_adapters(paths: Mapping[str, Path]) -> list[Adapter]:
-    """Read the adapters' configurations and fingerprints, in order of their names.
-
-    Raises EngineStartError.
-    """
-    return [_read(name, paths[name]) for name in sorted(paths)]
-
-
-def _read(name: str, path: Path) -> Adapter:
-    if not name.strip():
-        raise EngineStartError(FIELD, f"{path} has no name")
-    digest = blake2b(digest_size=ADAPTER_BYTES)
-    config, _ = ADAPTER_FILES
-    try:
-        settings = json.loads((path / config).read_bytes())
-        for file in ADAPTER_FILES:
-            content = (path / file).read_bytes()
-            digest.update(len(content).to_bytes(8, "little") + content)
-    except (OSError, ValueError) as error:
-        raise EngineStartError(FIELD, f"{name}: {path} is not a PEFT adapter: {error}") from error
-    ranks = settings.get("r"), *(settings.get("rank_pattern") or {}).values()
-    if settings.get("peft_type") != "LORA" or not all(isinstance(rank, int) and rank > 0 for rank in ranks):
-        raise EngineStartError(FIELD, f"{name}: {path / config} describes no LoRA adapter")
-    return Adapter(name, path, digest.digest(), max(ranks))

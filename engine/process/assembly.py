@@ -1,28 +1,17 @@
-"""Assembly of an engine core from a worker's configuration, in whatever process it runs.
+"""Assembly of an engine core from a worker's configuration, in whatever process it runs."""
 
-Preparation of an engine process, or of one of its ranks, before it loads a model.
-"""
-
-import ctypes
 import logging
-import os
-import signal
-import sys
 from collections.abc import Callable
 
 from cluster.network.tls import member_of
-from engine.config import WorkerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import GpuDevice
-from engine.host.cores import stay_on, step_back
 from engine.messages.from_engine import FromEngine
 from engine.model_runner import ModelRunner
 from engine.process.spec import EngineSpec
 from engine.settings import step_budget
 from kvcache.store.local import open_stores
-from kvtransfer.hardware.topology import use_nearest_nics
-from kvtransfer.registry import open_transport
 from kvtransfer.transport import Transport
 from loans.network import LoanNetwork
 from loans.peers.socket_network import NetworkSettings, SocketNetwork
@@ -89,48 +78,3 @@ def limits_of(spec: EngineSpec, gpu: GpuDevice | None) -> EngineLimits:
         reserve_output_tokens=config.reserve_output_tokens,
         read_silence_s=config.peer_silence_s,
     )
-
-
-PR_SET_PDEATHSIG = 1
-SWITCH_S = 0.0005
-"""Longest time for which the runner's Python code may hold the GIL while a message waits, in seconds."""
-
-
-def die_with_parent() -> None:
-    """Die with the thread that started this process."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def become_child() -> None:
-    """Die with the parent process, and leave Ctrl-C to it.
-
-    Call it on the main thread.
-    """
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.setswitchinterval(SWITCH_S)
-
-
-def prepare(config: WorkerConfig) -> None:
-    """Set what must be set before numerical libraries are loaded.
-
-    Raises EngineStartError.
-    """
-    step_back(config.niceness)
-    if config.cores:
-        stay_on(config.cores)
-    os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-def own_transport(config: WorkerConfig, agent_name: str) -> Transport:
-    """Open the transport of this rank.
-
-    Raises TransportUnavailable.
-    """
-    on_gpu = config.kind.may_use_gpu
-    if on_gpu and (chosen := use_nearest_nics(os.environ)) is not None:
-        log.info(chosen)
-    host = config.advertise_host or config.host
-    return open_transport(config.transport, agent_name, host, config.strict_lanes, on_gpu)

@@ -27,16 +27,18 @@ from cluster.errors import StartError
 from cluster.logs import set_up
 from cluster.process.memory import spare_the_started
 from engine.core.loan_host import LoanHost
-from engine.core_types import EngineStartError, RankLost, SamplingParams, StructuredOutput
+from engine.core_types import SamplingParams, StructuredOutput
+from engine.errors import EngineStartError, RankLost
 from engine.messages.from_engine import Failed, FromEngine, Ready, Rejected, StartFailed
 from engine.messages.to_engine import Generate, ToEngine
 from engine.model_runner import ModelInfo
-from engine.process.assembly import IDLE_TURN_S, become_child, prepare
+from engine.process.assembly import IDLE_TURN_S
 from engine.process.data_parallel.step_group import StepGroup
 from engine.process.front_link import FrontLink, MessageSocket, receive_spec
 from engine.process.ranks.ranks import Ranks, leave, serve, start_failure
 from engine.process.spec import EngineSpec
-from engine.sampling.grammar import GrammarGate
+from engine.process.start_up import become_child, prepare
+from engine.sampling.grammar_gate import GrammarGate
 from kvcache.block_keys import block_keys, root_key
 from kvtransfer.errors import TransportUnavailable
 from loans.network import Blocks, Lent, LoanGiven, Want

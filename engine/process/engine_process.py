@@ -20,12 +20,13 @@ from engine.engine_kind import runner_kind_of
 from engine.host.cores import LOOK_EVERY_S, CoreAllocation
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelRunner
-from engine.process.assembly import open_bare_core, open_core, open_network, own_transport
+from engine.process.assembly import open_bare_core, open_core, open_network
 from engine.process.engine_loop import OpenedEngine, Steps, WarmUp, run_engine, turn_of
 from engine.process.front_link import FrontLink
 from engine.process.ranks.ranks import Ranks
 from engine.process.spec import EngineSpec
-from engine.sampling.grammar import GrammarGate
+from engine.process.start_up import own_transport
+from engine.sampling.grammar_gate import GrammarGate
 from kvtransfer.transport import Transport
 
 Result = TypeVar("Result")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cluster.config import Role
+from cluster.roles import Role
 from engine.config import WorkerConfig
 
 LOCAL_RANK = "TANDEM_LOCAL_RANK"

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 from engine.core_types import EngineSequence
 from engine.messages.to_engine import Generate
-from kvcache.block_keys import BlockKey, begun_items
+from kvcache.block_keys import BlockKey
+from kvcache.items import begun_items
 from kvcache.layout import KvLayout
 
 

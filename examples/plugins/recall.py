@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.config import Role
+from cluster.roles import Role
 from engine.config import WorkerConfig
-from engine.core_types import Chunk, EngineStartError, SampleResult
+from engine.core_types import Chunk, SampleResult
+from engine.errors import EngineStartError
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo, ModelRunner
 from kvcache.layout import KvLayout

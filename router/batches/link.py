@@ -11,8 +11,9 @@ from typing import Self
 
 from pydantic import BaseModel, ValidationError
 
-from cluster.config import Config, DiscoverySettings, LogSettings
+from cluster.config import Config
 from cluster.errors import StartError
+from cluster.settings import DiscoverySettings, LogSettings
 from router.batches.config import BatchesConfig
 
 BATCHES_SOCKET, ROUTER_SOCKET, LINK_FILE = "batches.sock", "router.sock", "link.json"

@@ -135,9 +135,9 @@ class BatchesProcess:
                 raise StartError("batches_folder", f"its process was not ready within {START_S:g} s") from None
         if not line:
             raise StartError("batches_folder", f"its process ended at its start with code {process.wait()}")
-        if (said := json.loads(line))["event"] == "refused":
+        if (reply := json.loads(line))["event"] == "refused":
             process.wait()
-            raise StartError(said["field"], said["reason"])
+            raise StartError(reply["field"], reply["reason"])
 
     async def _keep(self) -> None:
         """Start the process again whenever it ends."""

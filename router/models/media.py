@@ -18,8 +18,8 @@ from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import Channels, media_channel
 from cluster.network.tls import MemberIdentity
 from engine.media import MAX_THUMBNAIL_BYTES, MAX_THUMBNAILS
-from kvcache.block_keys import Item, items_fault
 from kvcache.item_messages import read_items
+from kvcache.items import Item, items_fault
 from protos import inference_pb2 as pb
 from protos import preprocess_pb2, preprocess_pb2_grpc
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from cluster.errors import Incompatible, InvalidRequest, StartError, Unavailable
-from engine.core_types import ModelRefused, Pooler
+from engine.core_types import Pooler
+from engine.errors import ModelRefused
+from engine.model.embedding import has_output_layer, read_embedding
 from engine.model.hub import CONFIG_FILES, fetch_beside
-from engine.model.model_dir import ModelDir, has_output_layer, read_embedding
+from engine.model.model_dir import ModelDir
 from protos import membership_pb2 as pb
 from router.models.config import AUTO, ModelEntry, ModelsConfig
 from router.models.prompts.prompts import PromptEncoder

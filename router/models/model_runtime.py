@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from cluster.errors import InvalidRequest, Unavailable
 from cluster.network.tls import MemberIdentity
 from engine.core_types import Pooler
-from kvcache.block_keys import BlockKey, Item, block_keys, root_key
+from kvcache.block_keys import BlockKey, block_keys, root_key
+from kvcache.items import Item
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.dispatcher import Dispatcher

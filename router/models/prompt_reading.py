@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest
-from kvcache.block_keys import Item
+from kvcache.items import Item
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
 from router.models.media import MediaSource, ReadingContext, ReadyMedia, sources_of

@@ -6,9 +6,10 @@ from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
-from cluster.config import Config, TlsSettings
+from cluster.config import Config
 from cluster.errors import StartError
 from cluster.network.tls import Credentials, File, MemberIdentity, member_of
+from cluster.settings import TlsSettings
 
 
 class ApiKey(Config):

@@ -19,7 +19,7 @@ from cluster.errors import InvalidRequest, RevisionGone, ServiceError, Unavailab
 from engine.core_types import FinishReason, StructuredOutput, TokenLogprobs
 from engine.messages.from_engine import PromptScored, Token
 from engine.sampling.structured_output import FIELD, read_structured
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from worker.requests.output_stream import origin_of

@@ -19,7 +19,7 @@ from cluster.errors import DeadlineExceeded, ServiceError, Unavailable
 from cluster.process.loop_watch import loop_time
 from engine.messages.from_engine import Filled, PromptScored, Token
 from kvcache.block_keys import BlockKey, split_keys
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from router.stock.completions import (

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.config import ROLES, Role
+from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig
 from planner.estimates import Tallies, counters_of, observe
 from planner.policy import DesiredSizes, PolicyState, decide

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from cluster.config import ON_WIRE, Role
+from cluster.roles import ON_WIRE, Role
 from engine.core_types import StepBudget
 from engine.messages.from_engine import CacheChanged, LoadReport, Ready
 from engine.messages.to_engine import SetBudget, TakeSnapshot

@@ -12,7 +12,7 @@ from cluster.fair_turns import Waker
 from engine.core_types import EngineSequence as Chain
 from engine.messages.from_engine import CacheChanged, FromEngine, LoadReport, Rejected, StepTokens, Token
 from engine.messages.to_engine import Cancel
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from protos import decode_pb2
 from protos import inference_pb2 as pb
 from sizing.cluster.clock import VirtualClock
@@ -32,7 +32,7 @@ class Attempt:
     engine_id: str
     request: decode_pb2.DecodeRequest
     outcome: Outcome
-    """What its client sees."""
+    """Outcome as its client sees it."""
     call: object = None
     """Handle of the worker's `requests`."""
     received_at: float = 0.0

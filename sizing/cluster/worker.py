@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from cluster.config import Role
 from cluster.errors import TandemError, Unavailable
 from cluster.process.life import Drain
+from cluster.roles import Role
 from engine.backends.sim.settings import StepWork, Timing
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits

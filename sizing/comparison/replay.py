@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cluster.config import Role
+from cluster.roles import Role
 from engine.backends.sim.settings import StepTiming, StepWork
 from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget

@@ -30,8 +30,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from cluster.config import Role
 from cluster.errors import StartError
+from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
 from engine.engine_kind import EngineKind, EngineMemory, Option, kind_of

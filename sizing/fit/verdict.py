@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
-from cluster.config import ROLES, Role
 from cluster.errors import StartError
+from cluster.roles import ROLES, Role
 from engine.engine_kind import EngineKind, kind_of
 from engine.settings import DEFAULT_ENGINE
 from kvtransfer.ranks import MAX_RANKS

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.core_types import ModelRefused
+from engine.errors import ModelRefused
 from engine.model.hub import CONFIG_FILES, fetch
 from engine.model.model_dir import ModelDir
 from kvcache.layout import DTYPE_BYTES

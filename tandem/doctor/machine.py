@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from engine.config import WorkerConfig
-from engine.core_types import EngineStartError
 from engine.engine_kind import Environment
+from engine.errors import EngineStartError
 from kvtransfer.hardware.topology import Host, read_host
 
 PACKAGES = {

@@ -8,7 +8,6 @@ Links between the doctor and its peers: JSON messages, one answer each.
 """
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -23,13 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.process.tree import die_with_parent
 from engine.host.memory import pool_memory
 from kvtransfer.errors import TransferError
 from kvtransfer.hardware.topology import use_nearest_nics
 from kvtransfer.registry import open_transport
 from kvtransfer.transport import MAX_POSTED_BYTES, DevicePool, Pool, Span, Transport
 
-PR_SET_PDEATHSIG = 1
 READ_TIMEOUT_S = 20.0
 
 Bytes = NDArray[np.uint8]
@@ -139,7 +138,7 @@ def _say(message: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the doctor decides
     spec = spec_of(sys.argv[1])
     serve(spec, make_pattern(spec.seed, spec.num_bytes))

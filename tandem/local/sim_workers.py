@@ -11,10 +11,12 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt
 
-from cluster.config import Config, LogSettings, Role
+from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.logs import set_up
 from cluster.process.life import SignalledRole, run_role
+from cluster.roles import Role
+from cluster.settings import LogSettings
 from engine.config import WorkerConfig
 from engine.model.hub import CONFIG_FILES, ModelPath, fetch_beside
 from engine.process.front.local_engine import LocalEngine

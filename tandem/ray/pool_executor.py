@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.config import Role, TlsSettings
 from cluster.errors import StartError, TandemError
+from cluster.roles import Role
+from cluster.settings import TlsSettings
 from planner.executors import Executor, ExecutorFailed
 from planner.runtime import Planner, PlannerConfig, start_planner
 from protos import inference_pb2 as pb

@@ -17,9 +17,9 @@ import ray
 import ray.exceptions
 
 from cluster.config import Config
-from cluster.config import Role as WorkerRole
 from cluster.errors import StartError, TandemError
 from cluster.process.life import Addresses
+from cluster.roles import Role as WorkerRole
 from tandem.topology import MODULES
 
 STOP_TIMEOUT_S = 10.0

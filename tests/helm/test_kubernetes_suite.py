@@ -18,7 +18,7 @@ import pytest
 from cluster.errors import StartError
 from engine.backends.sim.runner import weights_of
 from engine.config import WorkerConfig
-from engine.model.hub import read_adapters
+from engine.model.adapters import read_adapters
 from engine.model.model_dir import ModelDir
 from planner.runtime import PlannerConfig
 from router.security.api_keys import entry_for, new_key

@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from cluster.config import ROLES, Role
+from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
 from planner.estimates import Observation
 from planner.policy import decide

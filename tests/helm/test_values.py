@@ -15,7 +15,7 @@ import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cluster.config import ROLES
+from cluster.roles import ROLES
 from engine.config import WorkerConfig
 from planner.runtime import PlannerConfig
 from router.config import RouterConfig

@@ -8,7 +8,8 @@ import pytest
 from engine.backends.torch import kv as kv_room
 from engine.backends.torch.kv import KvRoom, measured_step
 from engine.backends.torch.runner import TorchRunner
-from engine.core_types import EngineStartError, SamplingParams, StepBudget
+from engine.core_types import SamplingParams, StepBudget
+from engine.errors import EngineStartError
 from engine.host.memory import UNMEASURED_KV_BYTES
 from support.torch_engine import TorchEngine, ids, request
 from support.torch_models import random_prompts, runner_of

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from openai.types import Batch
 
-from batches.claims import Claim, LockClaims, RedisClaims
+from batches.claims import Claim, LockClaims
+from batches.redis_claims import RedisClaims
 from batches.storage.disk import Disk
 from batches.storage.file_store import BatchFolder
 from cluster.errors import StartError

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import Role
 from cluster.errors import DeadlineExceeded, Overloaded, Unavailable
 from cluster.network.rpc import channel
+from cluster.roles import Role
 from engine.config import WorkerConfig
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc

@@ -17,7 +17,7 @@ import pytest
 from cluster.errors import StartError
 from conftest import Ask, ClusterFactory
 from engine.config import WorkerConfig
-from engine.core_types import ModelRefused
+from engine.errors import ModelRefused
 from engine.model.hub import CONFIG_FILES, LORA_FILES, MODEL_FILES, fetch, fetch_beside
 from router.config import RouterConfig
 from support.hub import EXPIRED, Hub, Served

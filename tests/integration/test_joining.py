@@ -9,7 +9,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from cluster.discovery import StaticDiscovery
+from cluster.discovery.discovery import StaticDiscovery
 from cluster.errors import AlreadyExists, Incompatible, ServiceError
 from cluster.network.error_status import to_status
 from engine.process.front.engine_client import EngineClient

@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.backends.torch.runner import TorchRunner
-from engine.core_types import EngineStartError, ModelRefused
+from engine.errors import EngineStartError, ModelRefused
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 DENSE: dict[str, Any] = SMALL | {

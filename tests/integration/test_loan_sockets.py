@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.network.tls import Credentials, File, MemberIdentity
-from kvcache.block_keys import Item
+from kvcache.items import Item
 from loans.network import CUT_OFF, OTHER_VERSION, Peer, PlacementMark
 from loans.peers import socket_network
 from support.certificates import Authority

@@ -15,7 +15,8 @@ from engine.backends.torch.native.decoder_layer import NativePagedAttention
 from engine.backends.torch.native.kernels import LAYERS, LINEAR, TYPES, Kernels, attention_part
 from engine.backends.torch.native.modules import NativeRmsNorm
 from engine.backends.torch.runner import TorchRunner
-from engine.core_types import Chunk, EngineSequence, KernelsUnavailable, SamplingParams
+from engine.core_types import Chunk, EngineSequence, SamplingParams
+from engine.errors import KernelsUnavailable
 from kvcache.layout import KvLayout
 
 

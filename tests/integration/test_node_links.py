@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.config import WorkerConfig
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 from engine.process.ranks.nodes import (
     Beat,
     Hello,

@@ -13,7 +13,7 @@ import pytest
 from cluster.errors import InvalidRequest, Overloaded, Unavailable, UnknownBlob, UnknownModel
 from cluster.network.rpc import channel
 from cluster.network.tls import Credentials, File, MemberIdentity
-from cluster.process.life import descendants
+from cluster.process.tree import descendants
 from conftest import ModelFactory
 from protos import preprocess_pb2 as pb
 from support.certificates import Authority, Issued

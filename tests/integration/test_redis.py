@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from cluster.discovery import RedisDiscovery, RouterEntry
+from cluster.discovery.discovery import RouterEntry
+from cluster.discovery.redis_discovery import RedisDiscovery
 from cluster.errors import StartError
 from router.admission.limits.redis_quota import RedisLedger
 from support.processes import until
@@ -192,7 +193,7 @@ async def test_a_wrong_password_is_said_at_start_and_never_shown(tmp_path: Path)
 async def test_the_wrong_type_at_the_key_is_said_at_start_and_mended_later(
     redis: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.discovery.REFUSED_INTERVAL_S", 0.2)
+    monkeypatch.setattr("cluster.discovery.redis_discovery.REFUSED_INTERVAL_S", 0.2)
     await redis.command("SET", f"{NAME}:routers", "a string")
     discovery = RedisDiscovery(redis.url, NAME)
     with pytest.raises(StartError, match="test:routers") as caught:

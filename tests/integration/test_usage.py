@@ -13,7 +13,8 @@ import pytest
 from cluster.errors import InvalidRequest, ServiceError
 from conftest import ModelFactory
 from protos import inference_pb2 as pb
-from router.usage import RedisUsage, UsageEntry, UsageTotal
+from router.redis_usage import RedisUsage
+from router.usage import UsageEntry, UsageTotal
 from support.batch_site import kill_router, start_router_again
 from support.openai_http import call, http_cluster
 from support.processes import until

@@ -10,7 +10,7 @@ import pytest
 
 from conftest import ModelFactory
 from engine.config import WorkerConfig
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.registry import open_transport
 from support.processes import Stream, finished

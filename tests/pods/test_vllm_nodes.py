@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import StartError
-from cluster.process.life import descendants
+from cluster.process.tree import descendants
 from engine.config import WorkerConfig
 from router.config import RouterConfig
 from support.namespaces import Namespace, Namespaces, missing

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 from openai.types import Batch
 
-from cluster.process.life import children
+from cluster.process.tree import children
 from support.openai_http import http_cluster
 from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
 

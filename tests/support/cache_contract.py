@@ -16,7 +16,7 @@ from engine.messages.from_engine import CacheInspected, LoadReport, Token
 from engine.messages.to_engine import CacheDrop, InspectCache
 from kvcache.block_keys import block_keys, root_key
 from kvcache.pins import Retention
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from support.engine_contract import account_of, named, numbers
 from support.processes import until
 from support.real_engines import RealEngine

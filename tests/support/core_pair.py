@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from engine.core_types import StepBudget
 from engine.messages.from_engine import Filled, Rejected, Token
-from kvcache.block_keys import Item
+from kvcache.items import Item
 from kvtransfer.local import LocalNetwork
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from loans.network import Lender
 from support.checked_core import NOTHING_LEFT, LandingCore
 from support.core_engine import WIDE, Engine, generate, tokens_of

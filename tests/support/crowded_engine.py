@@ -11,7 +11,7 @@ from engine.core_types import Chunk, FinishReason, SamplingParams, StepBudget
 from engine.messages.from_engine import FromEngine, Rejected, Token
 from engine.messages.to_engine import Cancel, Generate, ToEngine
 from kvtransfer.local import LocalNetwork, LocalTransport
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from loans.network import Lender
 from support.checked_core import NOTHING_LEFT, FromPeer, M, PeerLoans, ToPeer, held, of_kinds, spread
 from support.core_engine import WIDE

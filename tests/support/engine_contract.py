@@ -25,8 +25,8 @@ from engine.messages.to_engine import (
 )
 from kvcache.block_keys import block_keys, root_key
 from kvcache.pool import Removed, Stored
+from loans.account import KvAccount
 from loans.lender_manager import TOLD_TO_STOP
-from loans.loan import KvAccount
 from support.real_engines import Caller, RealEngine, cached_blocks, chosen, greedy, lent_by
 from support.vllm_engines import BLOCK, flip_a_byte, ids
 

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.errors import ServiceError
 from cluster.network.rpc import channel
-from cluster.process.life import children
+from cluster.process.tree import children
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 from tandem.client import Client

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cluster.process.life import children, descendants
+from cluster.process.tree import children, descendants
 from support.namespaces import Namespace, Namespaces
 
 ROOT = Path(__file__).parent.parent.parent

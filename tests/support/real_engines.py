@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.config import Role
 from cluster.errors import StartError
+from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.core_types import SamplingParams, TokenLogprobs
 from engine.messages.from_engine import (
@@ -28,7 +28,7 @@ from engine.messages.to_engine import Audit, Generate, ToEngine
 from engine.process.front.engine_client import ChildEngine, EngineListener
 from engine.process.spec import EngineSpec
 from kvcache.block_keys import block_keys, root_key
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from loans.network import Blocks, Lender, Lent, LoanGiven, LoanTaken, Peer, Started, Want
 from loans.peers.socket_network import NetworkSettings, SocketNetwork
 from support.processes import PATIENCE_S, gone, ranks_of

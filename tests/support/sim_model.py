@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.backends.sim.runner import choice_token, states_of, token_of_all, tokens_seen
-from kvcache.block_keys import Item
+from kvcache.items import Item
 from kvcache.layout import KvLayout
 
 WIDTH = 4

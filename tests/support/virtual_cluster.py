@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from cluster.config import Role
+from cluster.roles import Role
 from engine.backends.sim.settings import StepTiming
 from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget

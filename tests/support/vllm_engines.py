@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import Role
+from cluster.roles import Role
 from engine.messages.from_engine import Token
 from kvtransfer.ranks import without_planes, without_stages
 from support.processes import until

@@ -43,7 +43,7 @@ def check_same(feature: Any, details: bytes, blob: bytes) -> None:
     import torch
 
     from engine.backends.vllm.media.features import unpack
-    from kvcache.block_keys import Item
+    from kvcache.items import Item
 
     item = Item(bytes(16), feature.mm_position.offset, feature.mm_position.length, details)
     again = unpack(item, blob)

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu import model_runner
 
 from engine.backends.vllm.sampling.speculation import set_up_speculation
 from engine.backends.vllm.sampling.verification import CoupledVerification, accepted, couple_verification, sums_of
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 
 
 def right(drawn: Sequence[int], drafts: Sequence[int]) -> list[int]:

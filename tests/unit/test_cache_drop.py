@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.core import loan_host
-from engine.core.loan_host import drop_cached
+from engine.core import cache_queries
+from engine.core.cache_queries import drop_cached
 from engine.core_types import SamplingParams, StepBudget
 from engine.messages.from_engine import CacheChanged, CacheInspected
 from engine.messages.to_engine import CacheDrop, Generate, InspectCache
@@ -69,7 +69,7 @@ def test_another_salt_or_adapter_names_other_blocks() -> None:
 
 
 def test_a_drop_of_all_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loan_host, "MAX_DROPPED", 3)
+    monkeypatch.setattr(cache_queries, "MAX_DROPPED", 3)
     engine = Engine()
     engine.serve(PROMPT)
     engine.serve(OTHER)

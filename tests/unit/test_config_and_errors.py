@@ -7,11 +7,13 @@ import grpc
 import pytest
 from google.rpc import status_pb2
 
-from cluster.config import Role, parse_overrides, read_file, to_overrides
+from cluster.config import parse_overrides, read_file, to_overrides
 from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from cluster.network.error_status import MAX_RETRY_AFTER_S, from_proto, from_rpc_error, to_proto, to_status
+from cluster.roles import Role
 from engine.config import GONE, WorkerConfig
-from engine.core_types import GpuDevice, ModelRefused, StepBudget
+from engine.core_types import GpuDevice, StepBudget
+from engine.errors import ModelRefused
 from engine.model.model_dir import ModelDir
 from engine.settings import max_step_tokens, step_budget
 from router.admission.refusals import Reason, over_limit

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.host.memory import container_memory
+from engine.host.container_memory import container_memory
 
 GIB = 1 << 30
 

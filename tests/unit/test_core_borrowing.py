@@ -13,7 +13,7 @@ from engine.messages.to_engine import Cancel
 from kvcache.kv_stats import KvStats
 from kvcache.store.kv_store import ObjectFormat
 from kvtransfer.local import LocalNetwork, LocalTransport
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from loans.network import Blocks, Started
 from support.checked_core import NOTHING_LEFT, Announcement, LandingCore, Starting, held, of_kinds, spread
 from support.core_engine import (

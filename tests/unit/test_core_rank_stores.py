@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.messages.from_engine import Rejected, Token
 from engine.messages.to_engine import Cancel, Generate
 from kvtransfer.local import LocalNetwork, LocalTransport
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import account_of, generate, tokens_of
 from support.memory_objects import MemoryObjects

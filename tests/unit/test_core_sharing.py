@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import ROLES, Role
+from cluster.roles import ROLES, Role
 from engine.host.cores import MAX_CORE, CoreClaim, as_ranges, from_ranges, own_share, share_cores
 
 cores_of_a_host = st.sets(st.integers(0, 40), min_size=1, max_size=12).map(lambda cores: tuple(sorted(cores)))

@@ -6,7 +6,7 @@ from engine.core_types import SamplingParams, StepBudget
 from engine.messages.from_engine import CacheChanged, Token
 from engine.messages.to_engine import Generate
 from kvcache.pool import Removed, Stored
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from support.checked_core import Announcement, PeerLoans, Starting, ToPeer
 from support.core_engine import generate, lend
 from support.hand_network import NOBODY

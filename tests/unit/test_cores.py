@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import WorkerConfig
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 from engine.host import cores as cores
 from engine.host.cores import AUTOGROUP, available_cores, cpu_quota, in_machine_order, stay_on
 

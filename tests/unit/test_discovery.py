@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cluster.discovery import Roster, StaticDiscovery
+from cluster.discovery.discovery import Roster, StaticDiscovery
 from cluster.errors import StartError
 from cluster.network.redis_link import PASSWORD_VARIABLE, RedisLink
 from engine.config import WorkerConfig

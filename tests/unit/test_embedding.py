@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from cluster.errors import ServiceError
 from engine.backends.sim.runner import SimRunner, hidden_states, states_of
 from engine.core.loan_host import EngineLimits
-from engine.core_types import ModelRefused, Pooler, Pooling, SamplingParams, StepBudget
+from engine.core_types import Pooler, Pooling, SamplingParams, StepBudget
+from engine.errors import ModelRefused
 from engine.messages.from_engine import Embedded, Rejected, Token
 from engine.messages.to_engine import Generate
-from engine.model.model_dir import ModelDir, has_output_layer, is_embedding_model, read_embedding
+from engine.model.embedding import has_output_layer, is_embedding_model, read_embedding
+from engine.model.model_dir import ModelDir
 from kvtransfer.local import LocalNetwork, LocalTransport
 from protos import decode_pb2 as pb
 from router.admission.request import QueuedRequest, RequestInfo

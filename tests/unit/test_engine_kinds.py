@@ -13,11 +13,13 @@ from types import MappingProxyType, ModuleType
 import numpy as np
 import pytest
 
-from cluster.config import Role, to_overrides
+from cluster.config import to_overrides
 from cluster.errors import InvalidRequest, StartError
+from cluster.roles import Role
 from engine.config import WorkerConfig
-from engine.core_types import Chunk, EngineStartError, SampleResult
+from engine.core_types import Chunk, SampleResult
 from engine.engine_kind import BUILT_IN, GROUP, ONE_RANK, FunctionKind, Installation, RunnerKind, find_kind
+from engine.errors import EngineStartError
 from engine.host.cores import CoreAllocation
 from engine.model_runner import ModelInfo, ModelRunner
 from engine.process.spec import EngineSpec

@@ -4,7 +4,7 @@ import threading
 
 from engine.core_types import SamplingParams, StructuredOutput
 from engine.messages.to_engine import Audit, Cancel, Generate
-from engine.sampling.grammar import GrammarGate
+from engine.sampling.grammar_gate import GrammarGate
 
 SLOW, OTHER = StructuredOutput("regex", ("[a-z]+",)), StructuredOutput("regex", ("[0-9]+",))
 

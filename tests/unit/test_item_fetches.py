@@ -7,7 +7,7 @@ import pytest
 from cluster.errors import InvalidRequest, ServiceError, Unavailable
 from engine.messages.from_engine import ItemsWanted
 from engine.messages.to_engine import ItemsFetched, ToEngine
-from kvcache.block_keys import Item
+from kvcache.items import Item
 from worker.front import item_fetches
 from worker.front.item_fetches import ItemFetches
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.core_types import StepBudget
 from engine.messages.from_engine import Rejected
-from kvcache.block_keys import Item, begun_items, block_keys, items_fault, root_key
+from kvcache.block_keys import block_keys, root_key
+from kvcache.items import Item, begun_items, items_fault
 from support.checked_core import Refusal
 from support.core_engine import Engine, generate, lend
 from support.core_pair import Pair

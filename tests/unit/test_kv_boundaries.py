@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.backends.vllm.kv.boundaries import Boundaries
 from kvcache.block_keys import block_keys, resume_name, root_key
-from kvcache.kv_view import GroupBlock, name_of
+from kvcache.chain import GroupBlock, name_of
 from router.placement.fleet.index import PrefixIndex
 
 WINDOW, OTHER_WINDOW, STATE = 1, 2, 3

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.network.mux import ProtocolError
-from kvcache.block_keys import Item
+from kvcache.items import Item
 from loans.network import Blocks, Peer, PlacementMark, Release, Started, Want
 from loans.peers import connection
 from router.stock import member

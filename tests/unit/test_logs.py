@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cluster.config import LogSettings
 from cluster.errors import StartError
 from cluster.logs import JsonLines, TextLines, level_of, of, request_id, trace_id, traceparent
+from cluster.settings import LogSettings
 from router.config import RouterConfig
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -96,7 +96,7 @@ def test_the_environment_goes_before_the_settings() -> None:
 
 def test_libraries_say_no_less_than_warnings() -> None:
     program = (
-        "import logging; from cluster.logs import set_up; from cluster.config import LogSettings\n"
+        "import logging; from cluster.logs import set_up; from cluster.settings import LogSettings\n"
         "set_up('planner', 'p', LogSettings(log_level='debug', log_format='json'))\n"
         "for name in ('grpc._cython.cygrpc', 'asyncio', 'httpx', 'planner.runtime'):\n"
         "    logging.getLogger(name).debug(name)"

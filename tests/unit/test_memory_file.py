@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from engine.block_parts.part_service import SharedMemory
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 from engine.host.memory import belongs_in_file, huge_memory, pool_memory
 from kvcache.layout import private_rows
 from kvtransfer.contract.worlds import wait_until

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from cluster.errors import Overloaded, Unavailable
 from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages.from_engine import PromptScored, Rejected, Token
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
 from worker.requests.output_stream import MAX_TOKENS_AT_ONCE, OutputStream

@@ -8,7 +8,7 @@ from engine.core_types import SamplingParams, StepBudget
 from engine.messages.from_engine import LoadReport, Rejected, Token
 from engine.messages.to_engine import Generate
 from kvcache.pins import Retention
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from support.sim_model import undisturbed
 from support.trial_node import Node
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.config import ROLES
 from cluster.errors import StartError
+from cluster.roles import ROLES
 from planner.config import PolicyConfig
 from planner.estimates import ArrivalForecast, Counters, Observation, PoolLoad, PoolObservation, Ratio
 from planner.policy import PolicyState, decide

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.config import ROLES, Role
+from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
 from sizing.cluster.autoscale import Autoscale
 from sizing.cluster.cluster import START_S, SimCluster, audit

@@ -13,7 +13,7 @@ from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages.from_engine import StepTokens, Token
 from engine.messages.to_engine import ToEngine
 from engine.process.front.engine_client import EngineClient, EngineHost, EngineListener, EngineMessage, RequestListener
-from loans.loan import KvAccount
+from loans.account import KvAccount
 
 NAMES = ("a", "b", "c")
 TOKENS = st.builds(

@@ -19,7 +19,7 @@ from cluster.errors import InvalidRequest
 from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages.from_engine import Token
 from engine.model.model_dir import ModelDir
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
 from router.frontend.http.body.fields import IgnoredFields

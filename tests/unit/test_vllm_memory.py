@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.backends.vllm.kv.memory import LayerPlace, VllmKvMemory, pool_allocation
 from engine.config import WorkerConfig
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 from kvtransfer.transport import Pool
 
 LAYERS, HEADS, TOKENS, ELEMENTS = 3, 2, 4, 8

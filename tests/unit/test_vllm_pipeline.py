@@ -4,16 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.vllm.kv.memory import (
-    LayerPlace,
-    Stage,
-    StagePool,
-    VllmKvMemory,
-    orders_of,
-    pool_allocation,
-    stages_of,
-)
-from engine.core_types import EngineStartError
+from engine.backends.vllm.kv.memory import LayerPlace, VllmKvMemory, orders_of, pool_allocation
+from engine.backends.vllm.kv.stages import Stage, StagePool, stages_of
+from engine.errors import EngineStartError
 from kvtransfer.ranks import RankGrid, part_spans
 from kvtransfer.transport import Pool
 

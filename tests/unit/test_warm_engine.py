@@ -9,8 +9,8 @@ from engine.messages.from_engine import Filled, Rejected, Token
 from engine.messages.to_engine import Cancel, Generate
 from kvcache.pins import Retention
 from kvtransfer.local import LocalNetwork
+from loans.account import KvAccount
 from loans.borrower_manager import HEDGE_UNMEASURED_S
-from loans.loan import KvAccount
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import Engine as CoreEngine
 from support.core_pair import Pair

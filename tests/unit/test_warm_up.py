@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
-from engine.core_types import Chunk, EngineStartError, SampleResult
+from engine.core_types import Chunk, SampleResult
+from engine.errors import EngineStartError
 from engine.messages.from_engine import CacheChanged, FromEngine
 from engine.messages.to_engine import InspectCache, TakeSnapshot
 from engine.process.engine_loop import Steps, WarmUp

@@ -17,8 +17,8 @@ from cluster.network.rpc import channel
 from engine.core_types import SamplingParams
 from engine.media import encoder_fingerprint
 from engine.model.model_dir import ModelDir
-from kvcache.block_keys import Item
 from kvcache.item_messages import item_messages
+from kvcache.items import Item
 from protos import encode_pb2, encode_pb2_grpc
 from support.long_runs import mostly_long
 from support.media_files import picture

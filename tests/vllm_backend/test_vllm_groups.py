@@ -12,7 +12,7 @@ import pytest_asyncio
 from engine.messages.from_engine import CacheChanged, CacheInspected
 from engine.messages.to_engine import CacheDrop, InspectCache, TakeSnapshot
 from kvcache.block_keys import block_keys, resume_name, root_key
-from kvcache.kv_view import name_of
+from kvcache.chain import name_of
 from kvcache.pool import Removed, Stored
 from support.engine_contract import VOCAB, EngineContract, Pair, account_of, named, prompt_of
 from support.long_runs import mostly_long

@@ -13,7 +13,7 @@ import pytest
 
 from engine.core_types import SamplingParams
 from engine.messages.to_engine import Generate
-from kvcache.block_keys import Item
+from kvcache.items import Item
 from support.long_runs import mostly_long
 from support.media_files import picture
 from support.preprocessors import preprocessor

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import StartError
-from cluster.process.life import descendants
+from cluster.process.tree import descendants
 from engine.core_types import SamplingParams
 from engine.messages.to_engine import Generate
 from kvtransfer.ranks import split_endpoint, without_planes, without_stages

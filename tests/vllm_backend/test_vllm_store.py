@@ -13,7 +13,7 @@ from engine.messages.from_engine import CacheChanged
 from engine.messages.to_engine import Cancel, Generate
 from kvcache.block_keys import block_keys, root_key
 from kvcache.pool import Stored
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from support.engine_contract import account_of, named
 from support.processes import until
 from support.real_engines import RealEngine, engines

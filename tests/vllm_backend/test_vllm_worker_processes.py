@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import StartError
-from cluster.process.life import descendants
+from cluster.process.tree import descendants
 from engine.core_types import SamplingParams
 from engine.messages.to_engine import CorruptReads, Generate
 from support.processes import gone, ranks_of

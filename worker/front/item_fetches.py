@@ -18,8 +18,8 @@ from cluster.network.tls import TlsIdentity
 from engine.media import Embeddings
 from engine.messages.from_engine import ItemsWanted
 from engine.messages.to_engine import ItemsFetched, ToEngine
-from kvcache.block_keys import Item
 from kvcache.item_messages import item_messages
+from kvcache.items import Item
 from protos import encode_pb2, encode_pb2_grpc
 from protos import preprocess_pb2 as pb
 from protos import preprocess_pb2_grpc as pb_grpc

@@ -14,7 +14,7 @@ from itertools import chain
 
 import grpc
 
-from cluster.discovery import Discovery, Roster
+from cluster.discovery.discovery import Discovery, Roster
 from cluster.errors import AlreadyExists, Incompatible, ServiceError, TandemError, Unavailable
 from cluster.network.error_status import from_rpc_error
 from cluster.network.mux import Channel, ProtocolError

@@ -13,9 +13,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cluster.config import ON_WIRE, Role
 from cluster.errors import Draining, InvalidRequest, ServiceError, Unavailable
 from cluster.network.error_status import to_status
+from cluster.roles import ON_WIRE, Role
 from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
 from engine.messages.from_engine import Ready

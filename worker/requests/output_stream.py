@@ -9,7 +9,7 @@ from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages.from_engine import Embedded, Failed, Filled, FromEngine, PromptScored, Rejected, Token
 from engine.model.detokenizer import TextStream
 from kvcache.block_keys import token_digest
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
 from worker.requests.embedding import finished_embedding

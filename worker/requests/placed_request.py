@@ -8,8 +8,9 @@ from engine.engine_kind import Feature, kind_of
 from engine.messages.to_engine import Generate
 from engine.model.detokenizer import check_token_ids
 from engine.sampling.structured_output import FIELD, read_structured
-from kvcache.block_keys import KEY_BYTES, items_fault, token_array
+from kvcache.block_keys import KEY_BYTES, token_array
 from kvcache.item_messages import read_items
+from kvcache.items import items_fault
 from kvcache.pins import Retention
 from loans.network import Lender, PlacementMark
 from loans.peers.connection import peer_of, unpack_keys

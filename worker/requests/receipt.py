@@ -1,6 +1,6 @@
 """The receipt of a request, made from its engine's account."""
 
-from loans.loan import KvAccount
+from loans.account import KvAccount
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
 

@@ -4,11 +4,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from cluster.config import Role
+from cluster.roles import Role
 from engine.backends.sim.settings import SimSettings
 from engine.engine_kind import ONE_RANK, EngineMemory, RunnerKind
 from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
-from engine.model.hub import CONFIG_FILES, read_adapters
+from engine.model.adapters import read_adapters
+from engine.model.hub import CONFIG_FILES
 
 if TYPE_CHECKING:
     from engine.backends.sim.media_processor import SimMediaProcessor

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from engine.backends.sim.settings import AT_ONCE, StepTiming
 from engine.core_types import Chunk, SampleResult, TokenLogprobs
 from engine.host.memory import pool_memory
-from engine.model.model_dir import ModelDir, is_embedding_model
+from engine.model.embedding import is_embedding_model
+from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo, ModelRunner
-from kvcache.block_keys import Item
+from kvcache.items import Item
 from kvcache.layout import KvLayout
 from kvtransfer.transport import Pool
 

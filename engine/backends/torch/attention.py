@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.core_types import Chunk, ModelRefused
+from engine.core_types import Chunk
+from engine.errors import ModelRefused
 from kvcache.layout import KvLayout
 
 HARMLESS_ARGUMENTS = frozenset(

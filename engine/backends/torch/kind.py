@@ -5,11 +5,11 @@ import os
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from cluster.config import Role
 from cluster.install import needing
+from cluster.roles import Role
 from engine.backends.torch.settings import TorchSettings
-from engine.core_types import EngineStartError
 from engine.engine_kind import ONE_RANK, Installation, RunnerKind
+from engine.errors import EngineStartError
 from engine.host.cores import CoreAllocation, CoreShare, num_available
 from engine.host.memory import belongs_in_file
 from engine.settings import max_step_tokens

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from engine.backends.torch.attention import use_attention
 from engine.backends.torch.memory import staged
-from engine.core_types import EngineStartError
-from engine.host.memory import UNMEASURED_KV_BYTES, container_memory
+from engine.errors import EngineStartError
+from engine.host.container_memory import container_memory
+from engine.host.memory import UNMEASURED_KV_BYTES
 from kvtransfer.fingerprint import WORD_BYTES, Cut, plane_multipliers, words_of
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine.backends.torch.attention import refuse_unknown, use_attention
-from engine.core_types import EngineStartError, ModelRefused
-from engine.model.model_dir import ModelDir, is_embedding_model
+from engine.errors import EngineStartError, ModelRefused
+from engine.model.embedding import is_embedding_model
+from engine.model.model_dir import ModelDir
 from kvcache.layout import DTYPE_BYTES, KvLayout
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from engine.backends.torch.native.kernels import TYPES, Kernels, attention_part
 from engine.backends.torch.native.modules import LastRows, use_kernels
 from engine.backends.torch.sampling.sampler import LIKELIEST, sample
 from engine.backends.torch.sampling.scoring import PromptScorer, scored_rows, wants_scores
-from engine.core_types import Chunk, EngineStartError, KernelsUnavailable, SampleResult
+from engine.core_types import Chunk, SampleResult
+from engine.errors import EngineStartError, KernelsUnavailable
 from engine.host.memory import pool_memory
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo, ModelRunner

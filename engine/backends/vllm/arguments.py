@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.backends.vllm.settings import VllmSettings
-from engine.core_types import EngineStartError
-from engine.model.hub import read_adapters
+from engine.errors import EngineStartError
+from engine.model.adapters import read_adapters
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of max_lora_rank that vLLM takes on every device."""

@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from engine.backends.vllm.batch_runner import mark_launched
-from engine.backends.vllm.kv.memory import LayerPlace, Stage, StagePool, VllmKvMemory, orders_of, pool_allocation
+from engine.backends.vllm.kv.memory import LayerPlace, VllmKvMemory, orders_of, pool_allocation
+from engine.backends.vllm.kv.stages import Stage, StagePool
 from kvtransfer.transport import Pool
 
 if TYPE_CHECKING:

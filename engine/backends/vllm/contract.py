@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 
 log = logging.getLogger(__name__)
 

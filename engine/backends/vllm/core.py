@@ -26,7 +26,7 @@ from engine.core.loan_host import EngineParts, LoanHost
 from engine.core_types import EngineSequence
 from engine.messages.to_engine import ItemsFetched, ToEngine
 from engine.model_runner import ModelInfo
-from kvcache.kv_view import Chain
+from kvcache.chain import Chain
 from kvcache.store.kv_store import KvStore
 from kvtransfer.ranks import join_endpoints, with_planes, with_stages
 from loans.reads.block_reads import LocalRank

@@ -5,7 +5,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from engine.core_types import EngineStartError, ModelRefused
+from engine.errors import EngineStartError, ModelRefused
 from engine.model.model_dir import ModelDir
 
 

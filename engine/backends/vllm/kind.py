@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.backends.vllm.arguments import vllm_python
 from engine.backends.vllm.settings import NAME, VllmSettings
-from engine.core_types import EngineStartError
 from engine.engine_kind import EngineKind, EngineMemory, Environment, Installation, Launch, MemoryOptions, Option
+from engine.errors import EngineStartError
 from engine.vllm_flags import count_of, flags_of, with_flags
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from engine.core_types import EngineSequence, FinishReason, RequestFailure, Samp
 from engine.messages.from_engine import Embedded, Failed, PromptScored, Token
 from engine.messages.to_engine import Generate
 from kvcache.block_keys import BlockKey
-from loans.loan import KvAccount
+from loans.account import KvAccount
 
 
 @dataclass(slots=True)

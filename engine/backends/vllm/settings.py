@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 from engine.settings import CommonSettings, VllmFlags
 from engine.vllm_flags import value_of
 

@@ -25,7 +25,8 @@ from engine.backends.vllm.kv.block_pool import GroupPlace
 from engine.backends.vllm.kv.cache import VllmKVCache
 from engine.backends.vllm.media.features import Media
 from engine.backends.vllm.sampling.native_sampling import Sampling
-from engine.core_types import EngineSequence, EngineStartError, Pooler, RequestFailure, SampleResult
+from engine.core_types import EngineSequence, Pooler, RequestFailure, SampleResult
+from engine.errors import EngineStartError
 from engine.messages.to_engine import Generate
 from kvcache.block_keys import block_keys
 

@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from engine.config import WorkerConfig
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 from engine.messages.from_engine import FromEngine, GroupDrains
 from engine.messages.to_engine import DrainGroup, ToEngine
 from engine.process.data_parallel.lockstep import Grants, Lockstep

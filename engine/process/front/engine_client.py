@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from cluster.errors import StartError, TandemError, Unavailable
-from cluster.process.life import descendants
+from cluster.process.tree import descendants
 from engine.messages.from_engine import (
     Audited,
     CacheChanged,

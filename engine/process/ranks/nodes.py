@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 from engine.block_parts.messages import HEARTBEAT_S
 from engine.config import WorkerConfig
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 from engine.process.ranks.ranks import shut_down
 from kvcache.store.local import secret_of
 

@@ -39,7 +39,7 @@ from engine.block_parts.messages import (
 )
 from engine.block_parts.part_service import SharedMemory
 from engine.config import WorkerConfig
-from engine.core_types import EngineStartError, RankLost
+from engine.errors import EngineStartError, RankLost
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.ranks import BlockPart
 from loans.reads.block_reads import MAX_PEERS, OnQuiet, RemoteRank

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from engine.block_parts.messages import Joined
 from engine.config import WorkerConfig
-from engine.core_types import EngineStartError, RankLost
+from engine.errors import EngineStartError, RankLost
 from engine.process.ranks.nodes import SILENCE_S, Nodes
 from engine.process.ranks.ranks import DistantLink, PartLink, Ranks
 from engine.process.spec import EngineSpec, RankSpec

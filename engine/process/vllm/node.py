@@ -19,9 +19,9 @@ from pathlib import Path
 from cluster.errors import StartError
 from cluster.logs import set_up
 from engine.messages.from_engine import NodeLinked, StartFailed
-from engine.process.assembly import become_child, prepare
 from engine.process.front_link import FrontLink, MessageSocket, receive_spec
 from engine.process.ranks.nodes import NodeLink, wait_for_name
+from engine.process.start_up import become_child, prepare
 from engine.process.vllm.start import configure_vllm, prepare_vllm
 
 log = logging.getLogger(__name__)

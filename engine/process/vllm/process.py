@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING, Any
 from cluster.errors import StartError
 from engine.backends.vllm.arguments import computes_at_launch
 from engine.core.loan_host import EngineParts
-from engine.core_types import RankLost
+from engine.errors import RankLost
 from engine.messages.from_engine import FromEngine
 from engine.model.model_dir import ModelDir
-from engine.process.assembly import limits_of, open_network, own_transport
+from engine.process.assembly import limits_of, open_network
 from engine.process.data_parallel.step_group import StepGroup
 from engine.process.engine_loop import OpenedEngine, Steps, WarmUp, run_engine, turn_of
 from engine.process.engine_process import ComputeThread
 from engine.process.front_link import FrontLink
 from engine.process.ranks.worker_ranks import WorkerRanks
 from engine.process.spec import EngineSpec
+from engine.process.start_up import own_transport
 from engine.process.vllm.start import StartedVllm, prepare_vllm, start_vllm, why_not_started
-from engine.sampling.grammar import GrammarGate
+from engine.sampling.grammar_gate import GrammarGate
 from kvcache.layout import Allocate, private_rows
 from kvcache.store.kv_store import KvStore
 from kvcache.store.local import open_stores

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from cluster.config import Role
+from cluster.roles import Role
 from engine.backends.vllm.arguments import (
     computes_at_launch,
     engine_arguments,
@@ -18,10 +18,11 @@ from engine.backends.vllm.arguments import (
 )
 from engine.backends.vllm.contract import check_version
 from engine.config import WorkerConfig
-from engine.core_types import EngineStartError, GpuDevice
+from engine.core_types import GpuDevice
+from engine.errors import EngineStartError
 from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
 from engine.media import encoder_fingerprint
-from engine.model.hub import Adapter, read_adapters
+from engine.model.adapters import Adapter, read_adapters
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo
 from engine.process.data_parallel.step_group import StepGroup
@@ -252,7 +253,8 @@ def _memory_of(engine: Any, vllm_config: Any, ranks: WorkerRanks, groups: "KvGro
 
     Raises EngineStartError or RankLost.
     """
-    from engine.backends.vllm.kv.memory import Stage, joined_memory, stages_of
+    from engine.backends.vllm.kv.memory import joined_memory
+    from engine.backends.vllm.kv.stages import Stage, stages_of
 
     stages: list[Stage | None] = [None]
     attention: set[str] = set()

@@ -26,15 +26,16 @@ from cluster.logs import set_up
 from cluster.process.memory import spare_the_started
 from engine.backends.vllm.arguments import quiet_vllm
 from engine.backends.vllm.connector import offered
-from engine.backends.vllm.kv.memory import Stage, StagePool, VllmKvMemory
+from engine.backends.vllm.kv.memory import VllmKvMemory
+from engine.backends.vllm.kv.stages import Stage, StagePool
 from engine.backends.vllm.sampling.speculation import COUPLED
 from engine.block_parts.messages import Joined, NotJoined
 from engine.block_parts.part_service import EngineLink, MappedMemory, PartCopies, serve_part
 from engine.host.cores import stay_on
-from engine.process.assembly import become_child, own_transport
 from engine.process.ranks.nodes import RankHello, address_of, connect_to, key_of
 from engine.process.ranks.worker_ranks import ADDRESS
 from engine.process.spec import EngineSpec, RankSpec
+from engine.process.start_up import become_child, own_transport
 from engine.process.vllm.node import NODE_SPEC
 from engine.process.vllm.start import why_not_started
 from kvtransfer.errors import TransportUnavailable

@@ -70,9 +70,9 @@ async def _passed(request: Request, caller: Caller, batches: "BatchesProcess") -
     path = request.scope["raw_path"].decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
     headers = {name: request.headers[name] for name in ASKED if name in request.headers}
     body = request.stream() if request.method == "POST" else None
-    said = await batches.call(request.method, path, on_behalf_of(caller), headers, body)
-    answered = {name: said.headers[name] for name in ANSWERED if name in said.headers}
-    return StreamingResponse(_chunks(said), said.status, answered)
+    reply = await batches.call(request.method, path, on_behalf_of(caller), headers, body)
+    answered = {name: reply.headers[name] for name in ANSWERED if name in reply.headers}
+    return StreamingResponse(_chunks(reply), reply.status, answered)
 
 
 async def _chunks(answer: "ClientResponse") -> AsyncGenerator[bytes]:

@@ -5,7 +5,6 @@ Each grammar is one line of JSON in and one out: the `texts` to be compiled when
 `grammar_checker.py`.
 """
 
-import ctypes
 import json
 import resource
 import signal
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import InvalidRequest
+from cluster.process.tree import die_with_parent
 from engine.core_types import StructuredOutput
 from engine.host.cores import step_back
 from engine.model.model_dir import ModelDir
 from engine.sampling.grammar import CHECK_STACK_BYTES, GrammarCompiler, reason_of
 
-PR_SET_PDEATHSIG = 1
 NICENESS = 10
 """Niceness: about a tenth of a core where others keep all of them busy."""
 MEMORY_BYTES = 8 << 30
@@ -28,7 +27,7 @@ MEMORY_BYTES = 8 << 30
 
 def main() -> None:
     """Answer until the other end closes."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the router decides
     step_back(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

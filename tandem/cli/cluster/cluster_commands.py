@@ -162,8 +162,8 @@ def switch(
     tls_key: Annotated[Path | None, typer.Option(help="key of that certificate (PEM)", rich_help_panel=ACCESS)] = None,
 ) -> None:
     """Switch a worker's role in place: its weights stay loaded and its cache stays; no stream is lost."""
-    from cluster.config import TlsSettings
     from cluster.network.tls import member_of
+    from cluster.settings import TlsSettings
     from tandem.cli.cluster.switch import switch_worker
 
     member = member_of(TlsSettings(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key))
@@ -203,8 +203,8 @@ def fault(
 
     Exit code of a drill: 0 if no stream was lost or wrong and all workers recovered, otherwise 1.
     """
-    from cluster.config import TlsSettings
     from cluster.network.tls import member_of
+    from cluster.settings import TlsSettings
     from tandem.cli.cluster.fault import faults_of, inject_fault, run_drill
     from tandem.drill.drill import DrillPlan
     from tandem.drill.load import LoadSize
@@ -255,8 +255,8 @@ def cache(
     drop releases pins; with a prompt or --all it removes cached blocks that no request uses. ls and drop call workers
     directly: run them on a host that reaches the workers; with TLS pass --member-cert.
     """
-    from cluster.config import TlsSettings
     from cluster.network.tls import member_of
+    from cluster.settings import TlsSettings
     from tandem.cli.cluster.cache import ACTIONS, Prompt, drop_cached, drop_pins, list_caches, pin, read_prompt, warm
 
     if action not in ACTIONS:

@@ -3,11 +3,11 @@
 import grpc
 from rich.console import Console
 
-from cluster.config import ROLES
 from cluster.errors import InvalidRequest
 from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import channel
 from cluster.network.tls import TlsIdentity
+from cluster.roles import ROLES
 from planner.executors import switch_role
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.memory import Arena, forget_file_pages
-from engine.core_types import KernelsUnavailable
+from engine.errors import KernelsUnavailable
 from kvcache.layout import KvLayout
 from kvtransfer.native.compiler import NotCompiled, Source, load_libraries
 

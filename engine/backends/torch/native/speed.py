@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.backends.torch.native.kernels import Kernels
-from engine.core_types import KernelsUnavailable
+from engine.errors import KernelsUnavailable
 
 OUTPUTS, INPUTS = 4864, 896
 """Shape of the measured layer, that of an MLP of Qwen2 0.5 B."""

@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group
 from engine.backends.vllm.kv.boundaries import Boundaries, announced, withdrawn
 from engine.backends.vllm.kv.groups import KvGroups
 from kvcache.block_keys import BlockKey
-from kvcache.kv_view import GroupBlock
+from kvcache.chain import GroupBlock
 from kvcache.pool import CacheEvent, NamedBlock, Removed, Stored
 
 

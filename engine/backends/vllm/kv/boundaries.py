@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from kvcache.block_keys import BlockKey, resume_name
-from kvcache.kv_view import GroupBlock, name_of
+from kvcache.chain import GroupBlock, name_of
 from kvcache.pool import CacheEvent, Removed, Stored
 
 

@@ -22,16 +22,8 @@ from engine.backends.vllm.kv.groups import GroupRange, KvGroups
 from engine.backends.vllm.kv.memory import KvMemory
 from kvcache.block_keys import BlockKey
 from kvcache.cached_blocks import CachedBlocks, StoreBelow
-from kvcache.kv_view import (
-    BlockRange,
-    Chain,
-    GroupBlock,
-    chain_range,
-    leading_keys,
-    quarantine_unbound,
-    start_chain,
-    usable_keys,
-)
+from kvcache.chain import BlockRange, Chain, GroupBlock, chain_range
+from kvcache.kv_view import leading_keys, quarantine_unbound, start_chain, usable_keys
 from kvcache.pool import NamedBlock
 from kvcache.store.kv_store import KvStore
 

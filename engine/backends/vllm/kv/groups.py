@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvcache.block_keys import BlockKey
-from kvcache.kv_view import BlockRange, GroupBlock, name_of
+from kvcache.chain import BlockRange, GroupBlock, name_of
 
 HashOf = Callable[[BlockKey], BlockHash]
 """Function that returns the hash under which vLLM's prefix cache has the blocks of a key."""

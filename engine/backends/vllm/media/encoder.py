@@ -5,10 +5,10 @@ from typing import Any
 
 from engine.backends.vllm.arguments import computes_at_launch, quiet_vllm, set_environment
 from engine.backends.vllm.settings import VllmSettings
-from engine.core_types import EngineStartError, ModelRefused
+from engine.errors import EngineStartError, ModelRefused
 from engine.media import Embeddings, MediaEncoder, encoder_fingerprint
 from engine.model.model_dir import ModelDir
-from kvcache.block_keys import Item
+from kvcache.items import Item
 
 UNUSED_KV_BYTES = 64 << 20
 """KV memory on a CPU, where vLLM needs some that nothing uses."""

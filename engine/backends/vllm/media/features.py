@@ -12,7 +12,7 @@ from engine.core_types import EngineSequence
 from engine.media import ProcessedItem
 from engine.messages.from_engine import ItemsWanted
 from engine.messages.to_engine import ItemsFetched
-from kvcache.block_keys import Item
+from kvcache.items import Item
 
 DETAIL_BYTES = 4096
 """Size up to which a tensor goes with the request. Such are the grids of patches, which decide rotary positions."""

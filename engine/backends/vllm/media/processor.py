@@ -16,7 +16,7 @@ from typing import Any, get_args
 from engine.backends.vllm.arguments import passed_arguments
 from engine.backends.vllm.contract import check_version
 from engine.backends.vllm.settings import VllmSettings
-from engine.core_types import EngineStartError, ModelRefused
+from engine.errors import EngineStartError, ModelRefused
 from engine.media import (
     NUMBER,
     MediaInput,

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from vllm.config.speculative import MTPModelTypes
 
 from engine.backends.vllm.identity import draft_weights
-from engine.core_types import EngineStartError
+from engine.errors import EngineStartError
 
 FIELD = "vllm_options"
 COUPLED = "TANDEM_COUPLED_VERIFICATION"

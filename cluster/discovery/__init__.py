@@ -1,0 +1,1 @@
+"""Discovery of routers by the processes that join them."""
