@@ -202,14 +202,21 @@ async def test_a_salt_of_another_request(pair: Pair) -> None:
 
 
 async def test_counters(pair: Pair) -> None:
-    _, borrower = pair
-    before = [await server.counters() for server in pair]
+    lender, borrower = pair
+    unrelated = {"lender": f"{LOCAL}:1"}
+
+    async def counters() -> list[dict[str, float]]:
+        """What was counted so far: vLLM asks its connector with each step, so that the lender has to take one."""
+        await ask(lender.url, some_prompt(), KEY, kv_transfer_params=unrelated)
+        return [await server.counters() for server in pair]
+
+    before = await counters()
     receipt = (await ask(borrower.url, some_prompt(), KEY)).receipt
 
     async def counted() -> bool:
         given, taken = [
-            {name: value - old[name] for name, value in (await server.counters()).items()}
-            for server, old in zip(pair, before, strict=True)
+            {name: value - old[name] for name, value in now.items()}
+            for now, old in zip(await counters(), before, strict=True)
         ]
         return (
             taken["loans_taken_total"] == taken["loan_seconds_count"] == given["loans_given_total"] == 1
