@@ -38,7 +38,7 @@ class Batches:
         self.uploads = FairTurns(UPLOADS, UPLOADS_PER_TENANT)
         """Turns of files that are being written; others are not read yet."""
         self.files = FileStore(root, disk, clock)
-        self.batches = BatchStore(root, disk, link.max_open_batches_per_tenant, clock)
+        self.batches = BatchStore(root, disk, clock)
         self.endpoints = link.endpoints
         around = Surroundings(
             files=self.files,

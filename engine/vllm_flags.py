@@ -207,7 +207,7 @@ REFUSED: dict[str, str] = {
         " cohere_is_reasoning_model"
     ),
     f"{_OF_ROUTER}: ask by chat_template_kwargs in the request": "default_chat_template_kwargs",
-    f"{_OF_ROUTER}: set samples_file and sample_texts there to keep prompts and answers": (
+    f"{_OF_ROUTER}: set records_file and record_texts there to keep prompts and answers": (
         "enable_log_requests enable_log_outputs enable_log_deltas max_log_len"
     ),
     f"{_OF_ROUTER}: start more routers": "api_server_count",

@@ -17,7 +17,7 @@ class PoolConfig(Config):
     `start_s`."""
     max_workers: NonNegativeInt = 8
     """Largest number of workers."""
-    headroom: NonNegativeFloat = 1.0
+    headroom: ClassVar[float] = 1.0
     """Spare workers beyond the mean load N, in units of √N (square-root staffing). It grows while requests miss the SLO
     for lack of it, and returns slowly."""
 
@@ -50,21 +50,25 @@ class PolicyConfig(Config):
     clear_s: ClassVar[float] = 10.0
     """Seconds within which waiting work should be done."""
     down_after_s: NonNegativeFloat = 180.0
-    """Seconds without interruption for which fewer workers must have sufficed before a pool shrinks."""
-    down_every_s: NonNegativeFloat = 30.0
-    """Shortest time between two shrink steps, in seconds."""
+    """Seconds without interruption for which fewer workers must have sufficed before a pool shrinks; then it shrinks
+    in steps, each a sixth of that after the last one."""
     margin: ClassVar[float] = 0.1
     """Share by which the load may grow without needing the workers that are removed. A load that varies by less changes
     nothing."""
 
     prefill_tokens_per_s: PositiveFloat = 4000.0
-    """Prompt tokens per second of a busy prefill worker, assumed until measured, as are the three figures below."""
-    prompt_tokens: PositiveFloat = 2000.0
+    """Prompt tokens per second of a busy prefill worker, assumed until measured, as are the figures below."""
+    prompt_tokens: ClassVar[float] = 2000.0
     """Prompt tokens of a request."""
     step_s: PositiveFloat = 0.02
     """Seconds of a decode step with a single stream."""
     stream_delay_s: PositiveFloat = 0.001
     """Seconds that each further stream adds to a decode step."""
+
+    @property
+    def down_every_s(self) -> float:
+        """Shortest time between two shrink steps, in seconds."""
+        return self.down_after_s / 6
 
     def pool(self, role: str) -> PoolConfig:
         return self.prefill if role == "prefill" else self.decode

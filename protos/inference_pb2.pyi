@@ -2619,7 +2619,7 @@ class UsageRequest(_message.Message):
     DAYS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     days: _builtins.int
-    """Number of days in UTC, today included. Default 1, at most the router's `usage_days`."""
+    """Number of days in UTC, today included. Default 1, at most 35."""
     tenant: _builtins.str
     """One tenant only; of operators any, of others their own."""
     def __init__(

@@ -142,7 +142,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Feedback(self, request, context):
-        """Record a rating of an answer, with the router's samples. UNIMPLEMENTED where the router keeps no samples.
+        """Record a rating of an answer in the router's `records_file`. UNIMPLEMENTED where it is not set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

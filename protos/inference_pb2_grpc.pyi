@@ -55,7 +55,7 @@ class InferenceStub:
     ClusterStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.ClusterStatusRequest, _inference_pb2.ClusterStatusResponse]
     """Return the router's present view of its workers, its queues and the links between workers."""
     Feedback: _aio.UnaryUnaryMultiCallable[_inference_pb2.FeedbackRequest, _inference_pb2.FeedbackResponse]
-    """Record a rating of an answer, with the router's samples. UNIMPLEMENTED where the router keeps no samples."""
+    """Record a rating of an answer in the router's `records_file`. UNIMPLEMENTED where it is not set."""
     Warm: _aio.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]
     """Compute a prompt's full KV blocks, or copy them from where they are, so that several decode workers hold them; no
     output. Each worker is charged and counted like a request without output, and answers for itself.
@@ -132,7 +132,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.FeedbackRequest,
         context: _aio.ServicerContext[_inference_pb2.FeedbackRequest, _abc.Awaitable[_inference_pb2.FeedbackResponse]],
     ) -> _abc.Awaitable[_inference_pb2.FeedbackResponse]:
-        """Record a rating of an answer, with the router's samples. UNIMPLEMENTED where the router keeps no samples."""
+        """Record a rating of an answer in the router's `records_file`. UNIMPLEMENTED where it is not set."""
 
     @_abc_1.abstractmethod
     def Warm(

@@ -5,7 +5,7 @@ import re
 import socket
 from pathlib import Path
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from cluster.settings import (
     DiscoverySettings,
@@ -108,24 +108,18 @@ class RouterConfig(
     decode_prefill_tokens_per_s: PositiveFloat = 1000.0
     """Prompt tokens per second of a decode worker, whose prompts are computed in small chunks between decode steps."""
 
-    decisions_memory_mib: NonNegativeFloat = 16.0
-    """Memory for recent placement decisions with all their inputs, which `tandem explain --request ID` shows: 4 KiB
-    each with few workers, up to 300 KiB with 128. 0: none are kept."""
-
-    decisions_file: Path | None = None
-    """File to which each placement is appended with all its inputs, and each request with its outcome, as JSON lines
-    without prompts and outputs. `tandem explain --log FILE --request ID` shows them. A line has 10
-    kB with ten workers and half a megabyte with a hundred; lines that cannot be written fast enough are dropped. To
-    rotate it, move it away."""
-
-    samples_file: Path | None = None
-    """File to which samples of requests with their receipts, and all feedback, are appended. To rotate it, move it
-    away: it is opened for each line."""
-    sample_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of successful requests written to `samples_file`."""
-    sample_texts: bool = False
-    """Whether samples contain prompt, output and thumbnails of pictures, which the console shows too; otherwise only
-    their lengths."""
+    records_file: Path | None = None
+    """File to which each request is appended when it ends, as a line of JSON with its placements, outcome and receipt;
+    and all feedback of clients. To rotate it, move it away: it is opened for each line."""
+    record_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the requests written to `records_file`; those that fail are all written."""
+    record_placements: bool = False
+    """Whether `records_file` gets all inputs of each placement, which `tandem explain --log FILE --request ID` shows. A
+    line has 10 kB with ten workers and half a megabyte with a hundred; those that cannot be written fast enough are
+    dropped."""
+    record_texts: bool = False
+    """Whether `records_file` gets prompts, outputs and thumbnails of pictures, which the console shows too; otherwise
+    only their lengths."""
 
     otlp_endpoint: str = ""
     """OpenTelemetry collector for traces over gRPC: http://collector:4317. Unset: no traces."""

@@ -1,6 +1,6 @@
 """A checked and tokenised request, from preprocessing until its last message."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.errors import DeadlineExceeded
 from kvcache.items import Item
@@ -58,8 +58,6 @@ class PreparedRequest:
     """Decision of the last attempt."""
     num_output_tokens: int = 0
     """Output tokens of all choices, set at the end."""
-    reasons: list[pb.FinishReason.ValueType] = field(default_factory=list)
-    """Finish reason of each choice, by index."""
 
     def close(self) -> None:
         """Let go of the media, if there are any."""

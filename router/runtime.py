@@ -27,8 +27,8 @@ from router.membership.membership_service import MembershipService
 from router.models.model_files import ModelFiles, fetch_models, read_models
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
-from router.observability.decision_log import DecisionLog, Samples
 from router.observability.metrics import ClusterCollector, RouterMetrics
+from router.observability.record_file import RecordFile
 from router.observability.tracing import Tracing
 from router.placement.fleet.fleet import Fleet
 from router.placement.terms import further_terms
@@ -38,7 +38,7 @@ from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.request_path.warming import Warming
 from router.security.api_keys import ApiKeys, KeyInterceptor
-from router.usage import FileLedger, MemoryLedger, UsageLedger
+from router.usage import USAGE_DAYS, FileLedger, MemoryLedger, UsageLedger
 
 if TYPE_CHECKING:
     from router.admission.limits.redis_quota import RedisLedger
@@ -152,19 +152,17 @@ async def start_router(config: RouterConfig) -> Router:
         registry.register(ClusterCollector(models, tenant_limits))
         router_metrics = RouterMetrics(registry)
         watch_loop().on_lag = router_metrics.loop_lag.observe
-        samples, tracing = Samples(config), Tracing(config)
-        parts.push_async_callback(samples.close)
+        records, tracing = RecordFile(config), Tracing(config)
+        parts.push_async_callback(records.close)
         parts.push_async_callback(tracing.close)
-        decisions = DecisionLog(config)
-        parts.push_async_callback(decisions.close)
         accounting = Accounting(_open_usage(config), router_metrics)
         parts.push_async_callback(accounting.close)
         arrivals = Arrivals(config, tenant_limits)
-        observer = Observer(config, models, router_metrics, samples, tracing, decisions, accounting)
+        observer = Observer(models, router_metrics, records, tracing, accounting)
         handler = RequestHandler(config, Preprocessor(config, models), tenant_limits, arrivals, observer.watch)
         queries = Queries(config, models, arrivals, observer)
         warming = Warming(config, models, arrivals, handler)
-        inference = InferenceService(handler, queries, models, keys, config.id(), requests, samples, arrivals, warming)
+        inference = InferenceService(handler, queries, models, keys, config.id(), requests, records, arrivals, warming)
         inference.add_to(server.grpc)
         membership = MembershipService(
             models,
@@ -279,14 +277,14 @@ def _open_usage(config: RouterConfig) -> UsageLedger:
     Raises StartError.
     """
     if config.usage_file is not None:
-        return FileLedger(config.usage_file, config.usage_days)
+        return FileLedger(config.usage_file, USAGE_DAYS)
     if not config.usage_in_redis:
-        return MemoryLedger(config.usage_days)
+        return MemoryLedger(USAGE_DAYS)
     if not config.redis_url:
         raise StartError("usage_in_redis", "needs redis_url")
     from router.redis_usage import RedisUsage
 
-    return RedisUsage(config.redis_url, config.cluster_name, config.usage_days)
+    return RedisUsage(config.redis_url, config.cluster_name, USAGE_DAYS)
 
 
 async def _open_ledger(config: RouterConfig, parts: AsyncExitStack) -> "RedisLedger | None":

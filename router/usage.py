@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ValidationInfo, field_validator
 
 from cluster.config import Config
 from cluster.errors import StartError
@@ -29,8 +29,6 @@ class UsageSettings(Config):
     Unset: usage is known since the router's start only, unless `usage_in_redis`."""
     usage_in_redis: bool = False
     """Whether all routers of the cluster keep one usage ledger, as a stream in `redis_url`."""
-    usage_days: int = Field(default=35, ge=1, le=1000)
-    """Days whose usage `GET /v1/usage` knows."""
 
     @field_validator("usage_in_redis")
     @classmethod
@@ -40,6 +38,8 @@ class UsageSettings(Config):
         return in_redis
 
 
+USAGE_DAYS = 35
+"""Days whose usage `GET /v1/usage` knows."""
 NUMBERS = ("requests", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
 
 

@@ -2,7 +2,7 @@
 
 Log of decisions with all their inputs, as JSON lines, from which each decision can be repeated.
 
-A router's `decisions_file` has the same, and the outcomes.
+A router's `records_file` with `record_placements` has the same, and the outcomes.
 """
 
 import json

@@ -19,6 +19,8 @@ from batches.storage.disk import (
 )
 from cluster.errors import InvalidRequest, Overloaded
 
+MAX_OPEN_PER_TENANT = 100
+"""Batches of a tenant that have not ended."""
 STALE_S = 86_400.0
 """Age from which a file without a record belongs to a process that died, in seconds."""
 
@@ -238,7 +240,9 @@ class BatchFolder:
 class BatchStore:
     """Batches in a folder, which several processes may use; all calls are blocking."""
 
-    def __init__(self, root: Path, disk: Disk, max_open_per_tenant: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, root: Path, disk: Disk, clock: Callable[[], float], max_open_per_tenant: int = MAX_OPEN_PER_TENANT
+    ) -> None:
         self._root = root
         self._disk = disk
         self._max_open_per_tenant = max_open_per_tenant
@@ -252,7 +256,7 @@ class BatchStore:
         Raises Overloaded where the tenant has too many, InvalidRequest where the input was deleted meanwhile.
         """
         if sum(1 for _ in self.open_of(made.tenant)) >= self._max_open_per_tenant:
-            limit = f"{self._max_open_per_tenant} batches that have not ended (max_open_batches_per_tenant)"
+            limit = f"{self._max_open_per_tenant} batches that have not ended"
             raise Overloaded(f"tenant {made.tenant!r} may have {limit}", retry_after_s=RETRY_FULL_S)
         folder = BatchFolder(self._folder(made.tenant) / made.id, self._disk)
         self._disk.make_folder(folder.path)

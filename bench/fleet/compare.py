@@ -46,7 +46,7 @@ class Site:
 async def tandem(servers: Sequence[StockServer]) -> AsyncIterator[Site]:
     port = free_port()
     fleet = {"servers": [server.entry for server in servers], "model": tiny_model(), "name": MODEL_NAME}
-    config = RouterConfig.parse({"fleet": fleet, "port": 0, "http_port": port, "decisions_memory_mib": 0})
+    config = RouterConfig.parse({"fleet": fleet, "port": 0, "http_port": port})
     router = await start_role("router", "router", config)
     try:
         await _answers(port, servers)

@@ -32,8 +32,8 @@ from router.frontend.envoy.service import EndpointPickerService, open_picker
 from router.models.config import Role, ServerEntry
 from router.models.model_files import read_models
 from router.models.model_runtime import ModelRuntime
-from router.observability.decision_log import DecisionLog, Samples
 from router.observability.metrics import RouterMetrics
+from router.observability.record_file import RecordFile
 from router.observability.tracing import Tracing
 from router.placement.fleet.worker_records import WorkerRecord
 from router.request_path.observation import Accounting, Observer
@@ -43,7 +43,7 @@ from router.stock.facts import ServerAccess, ServerApi, ServerFacts
 from router.stock.link import StockLink
 from router.stock.member import hello_of
 from router.stock.sources.servers import Server
-from router.usage import MemoryLedger
+from router.usage import USAGE_DAYS, MemoryLedger
 from tandem.storyteller import STORYTELLER
 
 NUM_SERVERS, NUM_BLOCKS, BLOCK_TOKENS = 64, 8192, 16
@@ -93,8 +93,8 @@ async def picker_site(folder: Path, **settings: Any) -> AsyncIterator[PickerSite
     limits, drain = TenantLimits(config), Drain()
     models = serve_models(config, read_models(config), limits, b"incarnation")
     metrics = RouterMetrics(new_registry())
-    accounting = Accounting(MemoryLedger(config.usage_days), metrics)
-    observer = Observer(config, models, metrics, Samples(config), Tracing(config), DecisionLog(config), accounting)
+    accounting = Accounting(MemoryLedger(USAGE_DAYS), metrics)
+    observer = Observer(models, metrics, RecordFile(config), Tracing(config), accounting)
     keys = ApiKeys(config.api_keys, config.api_keys_file)
     (model,) = models
     async with contextlib.AsyncExitStack() as parts:

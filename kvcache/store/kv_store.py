@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import NonNegativeInt, PositiveInt, field_validator
 
 from cluster.config import Config
 from kvcache.block_keys import KEY_BYTES, BlockKey
@@ -181,10 +181,8 @@ class StoreSettings(Config):
     objects. Only workers of equal weights and layout share blocks, with any `tensor_parallel` and `pipeline_parallel`.
     Default: no store."""
     kv_store_gib: PositiveInt = 64
-    """Largest size of one model's blocks in a folder, in GiB. The blocks used longest ago are removed. With several
-    writers it may be exceeded for some seconds."""
-    kv_store_days: PositiveFloat = 7.0
-    """Days after which a block of a folder is removed if it was not used."""
+    """Largest size of one model's blocks in a folder, in GiB. The blocks used longest ago are removed, and those that
+    were not used for a week. With several writers it may be exceeded for some seconds."""
     kv_store_writes: Literal["evicted", "computed"] = "evicted"
     """Blocks that are written to the store. evicted: those that leave a worker's pool. computed: all, at once, so that
     other workers find them and none is lost with a worker, for more writing."""

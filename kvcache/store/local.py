@@ -267,8 +267,7 @@ def _objects(settings: StoreSettings, object_format: ObjectFormat) -> Objects:
     url = urlsplit(settings.kv_store)
     if url.scheme == "s3":
         return BucketObjects(url.netloc, url.path)
-    max_bytes, max_age_s = settings.kv_store_gib * GIB, settings.kv_store_days * 86400
-    return FolderObjects(Path(settings.kv_store), object_format.object_bytes, max_bytes, max_age_s)
+    return FolderObjects(Path(settings.kv_store), object_format.object_bytes, settings.kv_store_gib * GIB, STALE_S)
 
 
 def secret_of(path: Path | None) -> bytes:

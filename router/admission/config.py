@@ -47,9 +47,6 @@ class AdmissionConfig(Config):
     """Memory in MiB for bodies of requests that are read at a time; a quarter of it for one tenant."""
     no_worker_grace_s: PositiveFloat = 10.0
     """Seconds for which a request may wait while no decode worker has joined, or none has a large enough pool."""
-    max_refusals: PositiveInt = 64
-    """Refusals of one request by workers without capacity, after which it fails; each is followed by a pause, 10 ms at
-    first, up to 500 ms."""
     batch_block_share: float = Field(default=0.8, gt=0, le=1)
     """Share of a decode worker's blocks that may be in use when a request of a class below 0 starts."""
     tenants: dict[str, TenantPolicy] = Field(default_factory=dict)
@@ -58,6 +55,9 @@ class AdmissionConfig(Config):
     """Limits of each tenant without an entry in `tenants`."""
 
     # Constants: nobody could choose them better without a simulation of their own load. Tests do.
+    max_refusals: ClassVar[int] = 64
+    """Refusals of one request by workers without capacity, after which it fails; each is followed by a pause, 10 ms at
+    first, up to 500 ms."""
     lower_class_share: ClassVar[float] = 0.05
     """Share of started tokens that go to priority classes below the highest one that waits, where they can start."""
     max_lender_queue_s: ClassVar[float] = 2.0

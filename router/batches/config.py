@@ -18,8 +18,6 @@ class BatchesConfig(Config):
     """Largest uploaded file in MiB."""
     max_files_mib_per_tenant: PositiveInt = 4096
     """Space in MiB of a tenant's files and batches, outputs included; beyond it, uploads are refused."""
-    max_open_batches_per_tenant: PositiveInt = 100
-    """Batches of a tenant that have not ended."""
     batch_concurrency: PositiveInt = 64
     """Lines of batches that a router has in flight at a time; tenants take turns."""
     batches_link: Path | None = None

@@ -25,8 +25,8 @@ from router.frontend.batch import generate_batch
 from router.membership.status import cluster_status
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
-from router.observability.decision_log import Samples
-from router.observability.recent_requests import candidate_of, compared, num_shown, to_response
+from router.observability.explained import candidate_of, compared, num_shown, to_response
+from router.observability.record_file import RecordFile
 from router.request_path.late_messages import joined
 from router.request_path.parsed_stream import generate_parts
 from router.request_path.preprocess import tenant_of
@@ -98,13 +98,13 @@ class InferenceService:
         keys: ApiKeys,
         router_id: str,
         drain: Drain,
-        samples: Samples,
+        records: RecordFile,
         arrivals: Arrivals,
         warming: Warming,
     ) -> None:
         """Create the service; `drain` holds the streams in flight."""
         self._warming = warming
-        self._samples = samples
+        self._records = records
         self._arrivals = arrivals
         self._reading = FairTurns(READING, READING_PER_TENANT)
         self._started_at = time.monotonic()
@@ -295,7 +295,7 @@ class InferenceService:
 
     async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:
         principal = self._principal(context)
-        past = self._queries.decisions(request.request_id, principal)
+        past = self._queries.record(request.request_id, principal)
         return await asyncio.to_thread(to_response, past, num_shown(principal))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
@@ -323,7 +323,7 @@ class InferenceService:
     async def Feedback(self, request: pb.FeedbackRequest, context: Any) -> pb.FeedbackResponse:
         principal = self._principal(context)
         self._arrivals.charge(principal.tenant or "")
-        self._samples.feedback(request, principal)
+        self._records.feedback(request, principal)
         return pb.FeedbackResponse()
 
     async def Usage(self, request: pb.UsageRequest, context: Any) -> pb.UsageResponse:

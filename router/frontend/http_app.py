@@ -363,7 +363,7 @@ async def open_http(
     """
     http = OpenAiServer(config.host, port, credentials, config.max_connection_s, config.http_port_shared)
     app = make_app(handler, queries, models, requests, keys, config, arrivals, registry)
-    add_console(app, keys, inference.status, queries.recent)
+    add_console(app, keys, inference.status, queries.records)
     batches: BatchesProcess | None = app.state.batches
     if batches is not None:
         parts.push_async_callback(batches.close)

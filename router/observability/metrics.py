@@ -14,7 +14,7 @@ from protos import inference_pb2 as pb
 from router.admission.limits.tenant_limits import TenantLimits
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
-from router.observability.recent_requests import hit_blocks_of
+from router.observability.records import hit_blocks_of
 from router.prepared_request import PreparedRequest
 
 MODEL = ("model_name",)

@@ -9,17 +9,15 @@ Off unless `otlp_endpoint` is set. Names and attributes follow OpenTelemetry's G
 
 import asyncio
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import ServiceError
 from cluster.install import needing
 from cluster.logs import traceparent
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
-from router.prepared_request import PreparedRequest
+from router.observability.records import RequestRecord
 
 BETWEEN = "in transit"
 """Name of time that no stage accounts for."""
@@ -89,69 +87,59 @@ class Tracing:
             insecure = not config.otlp_endpoint.startswith("https://")
             self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=insecure))
 
-    def finished(self, prepared: PreparedRequest, ttft_s: float) -> None:
-        """Export a request that ended well now."""
-        if self._processor is None or prepared.finish is None or not self._wanted():
+    def ended(self, record: RequestRecord, error_type: str) -> None:
+        """Export a request that ended: with the spans of its receipt, or its own span only where it was cut short.
+
+        `error_type` is CANCELLED for one that was cancelled, which is no error of the service.
+        """
+        if self._processor is None or not (self._share >= 1 or self._chance.random() < self._share):
             return
-        finish, now = prepared.finish, time.monotonic()
-        attributes: dict[str, Any] = {
-            **self._of_request(prepared),
-            "gen_ai.response.model": prepared.model.name,
+        attributes = {"gen_ai.operation.name": "chat" if record.is_chat else "text_completion"} if record.model else {}
+        if record.model:
+            attributes |= {
+                "gen_ai.provider.name": "tandem",
+                "gen_ai.request.model": record.asked_model or record.model,
+                "tandem.request_id": record.request_id,
+            }
+        if error_type:
+            self._cut_short(record, attributes | {"error.type": error_type})
+        elif record.finish is not None:
+            self._finished(record, attributes, record.finish)
+
+    def _finished(self, record: RequestRecord, attributes: dict[str, Any], finish: pb.Finish) -> None:
+        attributes |= {
+            "gen_ai.response.model": record.model,
             "gen_ai.usage.input_tokens": finish.usage.prompt_tokens,
-            "gen_ai.usage.output_tokens": prepared.num_output_tokens,
-            "gen_ai.response.finish_reasons": [REASONS.get(reason, "other") for reason in prepared.reasons],
+            "gen_ai.usage.output_tokens": record.num_output_tokens,
+            "gen_ai.response.finish_reasons": [REASONS.get(reason, "other") for reason in record.reasons],
             "tandem.cached_tokens": finish.usage.cached_tokens,
-            "tandem.ttft_ms": ttft_s * 1e3,
+            "tandem.ttft_ms": record.ttft_s * 1e3,
         }
         kv, placement = finish.receipt.kv, finish.receipt.placement
         for name in ("reused_blocks", "moved_blocks", "computed_blocks", "moved_bytes", "mismatched_blocks"):
             attributes[f"tandem.kv.{name}"] = getattr(kv, name)
         attributes |= {"tandem.placement.reason": placement.reason, "tandem.placement.attempt": placement.attempt}
-        began_ns = time.time_ns() - round((now - prepared.arrived_at) * 1e9)
+        began_ns = round(record.arrived_at * 1e9)
         root, context = self._root(began_ns, attributes)
-        for span in spans_of(finish.receipt, self._router_id, ttft_s):
+        for span in spans_of(finish.receipt, self._router_id, record.ttft_s):
             child = self._tracer(span.service, span.where).start_span(
                 span.name, context=context, start_time=began_ns + round(span.begin_s * 1e9)
             )
             child.end(began_ns + round(span.end_s * 1e9))
-        root.end(began_ns + round((now - prepared.arrived_at) * 1e9))
+        root.end(round(record.ended_at * 1e9))
 
-    def failed(self, prepared: PreparedRequest | None, arrived_at: float, error: ServiceError) -> None:
-        """Export a request that ended with an error now; `arrived_at` is of the monotonic clock."""
-        self._cut_short(prepared, arrived_at, error.code, str(error))
-
-    def cancelled(self, prepared: PreparedRequest | None, arrived_at: float) -> None:
-        """Export a request that was cancelled now, which is no error of the service."""
-        self._cut_short(prepared, arrived_at, CANCELLED, "")
-
-    def _cut_short(self, prepared: PreparedRequest | None, arrived_at: float, kind: str, failure: str) -> None:
-        """Export the request's own span only; `failure` is empty where nothing failed."""
-        if self._processor is None or not self._wanted():
-            return
+    def _cut_short(self, record: RequestRecord, attributes: dict[str, Any]) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        now_ns, span_ns = time.time_ns(), round((time.monotonic() - arrived_at) * 1e9)
-        attributes = {"error.type": kind} | (self._of_request(prepared) if prepared is not None else {})
-        root, _ = self._root(now_ns - span_ns, attributes)
-        if failure:
-            root.set_status(Status(StatusCode.ERROR, failure))
-        root.end(now_ns)
+        root, _ = self._root(round(record.arrived_at * 1e9), attributes)
+        if record.refusal is not None:
+            root.set_status(Status(StatusCode.ERROR, record.refusal.text))
+        root.end(round(record.ended_at * 1e9))
 
     async def close(self) -> None:
         """Close after exporting all spans, or failing to."""
         if self._processor is not None:
             await asyncio.to_thread(self._processor.shutdown)
-
-    def _wanted(self) -> bool:
-        return self._share >= 1 or self._chance.random() < self._share
-
-    def _of_request(self, prepared: PreparedRequest) -> dict[str, Any]:
-        return {
-            "gen_ai.operation.name": "chat" if prepared.request.messages else "text_completion",
-            "gen_ai.provider.name": "tandem",
-            "gen_ai.request.model": prepared.request.model or prepared.model.name,
-            "tandem.request_id": prepared.request_id,
-        }
 
     def _root(self, began_ns: int, attributes: dict[str, Any]) -> tuple[Any, Any]:
         """Return the request's span, below the client's if there is one, and the context of its children."""

@@ -1,21 +1,21 @@
-"""Observation of requests: metrics, traces, samples, decisions and usage, in one place beside their path.
+"""Observation of requests: metrics, records, traces and usage, in one place beside their path.
 
 Usage is accounted before the client has the receipt.
 """
 
 import asyncio
 import time
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from cluster.errors import ServiceError
 from protos import inference_pb2 as pb
-from router.config import RouterConfig
 from router.models.model_runtimes import ModelRuntimes
-from router.observability.decision_log import DecisionLog, Samples
 from router.observability.metrics import RouterMetrics
-from router.observability.recent_requests import DecisionHistory, Entry, Placement, RecentRequests, Refused
-from router.observability.tracing import Tracing
+from router.observability.record_file import RecordFile, texts_of
+from router.observability.records import Placement, Refused, RequestRecord, RequestRecords
+from router.observability.tracing import CANCELLED, Tracing
 from router.placement.fleet.worker_records import ActivePlacement
 from router.placement.place import Decision
 from router.prepared_request import PreparedRequest
@@ -82,24 +82,19 @@ class Observer:
 
     def __init__(
         self,
-        config: RouterConfig,
         models: ModelRuntimes,
         metrics: RouterMetrics,
-        samples: Samples,
+        file: RecordFile,
         tracing: Tracing,
-        decisions_file: DecisionLog,
         accounting: Accounting,
     ) -> None:
         self.metrics = metrics
-        self.samples = samples
+        self.file = file
         self.tracing = tracing
-        self.decisions_file = decisions_file
         self.accounting = accounting
-        self.recent = RecentRequests()
-        """Requests that ended recently, for the console."""
-        self.history = DecisionHistory(int(config.decisions_memory_mib * (1 << 20)))
+        self.records = RequestRecords()
         for model in models:
-            model.fleet.keeps_snapshots = self.history.on or decisions_file.on
+            model.fleet.keeps_snapshots = True
 
     def watch(self, request: pb.GenerateRequest, principal: Principal, is_warm: bool) -> "Observation":
         """Begin the observation of a request that has just arrived; `is_warm`: it has no output."""
@@ -154,41 +149,41 @@ class Observation(Unobserved):
 
     def __init__(self, observer: Observer, request: pb.GenerateRequest, principal: Principal, is_warm: bool) -> None:
         self._observer = observer
-        self._request = request
         self._principal = principal
         self._metrics = observer.metrics.watch()
-        self._is_sampled = not is_warm and observer.samples.wanted()
-        self.keeps_texts = self._is_sampled and observer.samples.keeps_texts
+        self._drawn = observer.file.draw()
+        self.keeps_texts = not is_warm and observer.file.keeps_texts(self._drawn)
         self._kept: list[bytes] = []
         self._prepared: PreparedRequest | None = None
-        self._arrived_at = time.monotonic()
-        self._past = Entry(request.request_id, request.tenant, time.time())
+        self._record = RequestRecord(
+            request.request_id, request.tenant, time.time(), request.model, bool(request.messages)
+        )
         self._is_accounted = False
 
     def checked(self, prepared: PreparedRequest) -> None:
-        self._prepared, past = prepared, self._past
-        past.request_id, past.tenant, past.verdicts = prepared.request_id, prepared.request.tenant, prepared.verdicts
-        past.model, past.model_reason = prepared.model.name, prepared.model_reason
-        self._observer.history.add(past)
+        self._prepared = prepared
+        self._record.checked(prepared)
+        self._observer.records.add(self._record)
         self._metrics.checked(prepared)
 
     def renewed(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
 
     def placed(self, attempt: int, placed_after_s: float, decision: Decision, placed: ActivePlacement) -> None:
-        made = Placement(attempt, placed_after_s, decision, placed.placement_snapshot)
+        placement = Placement(attempt, placed_after_s, decision, placed.placement_snapshot)
         placed.placement_snapshot = None
-        self._observer.decisions_file.placed(self._past, made)
-        self._observer.history.placed(self._past, made)
+        if self._drawn:
+            self._observer.file.placed(self._record, placement)
+        self._observer.records.placed(self._record, placement)
 
     def started(self, ttft_s: float) -> None:
-        self._past.started(ttft_s)
+        self._record.started(ttft_s)
 
     def attempt_failed(self, failure: ServiceError) -> None:
-        self._past.failed(str(failure))
+        self._record.failed(str(failure))
 
     def attempt_finished(self, finish: pb.Finish) -> None:
-        self._past.finished(finish.receipt.kv)
+        self._record.finished(finish.receipt.kv)
 
     def message(self, message: bytes) -> bool:
         self._metrics.message()
@@ -207,10 +202,10 @@ class Observation(Unobserved):
             return
         finish = prepared.finish
         if finish is not None and prepared.sampling.n == 1:
-            prepared.num_output_tokens, prepared.reasons = finish.usage.completion_tokens, [finish.reason]
+            prepared.num_output_tokens, self._record.reasons = finish.usage.completion_tokens, [finish.reason]
         else:
             prepared.num_output_tokens = emitted.num_tokens
-            prepared.reasons = [choice.reason for choice in emitted.choices if choice.reason is not None]
+            self._record.reasons = [choice.reason for choice in emitted.choices if choice.reason is not None]
         num_prompt, num_output = len(prepared.prompt), prepared.num_output_tokens
         self._metrics.over(num_prompt, num_output)
         prepared.model.costs.used(num_prompt, num_output)
@@ -220,39 +215,34 @@ class Observation(Unobserved):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        record, prepared, observer = self._record, self._prepared, self._observer
+        record.ended, record.ended_at, record.ttft_s = True, time.time(), self._metrics.ttft_s
+        error_type = ""
+        if prepared is not None:
+            record.num_output_tokens = prepared.num_output_tokens
         if isinstance(error, ServiceError):
+            error_type = error.code
             self._failed(error)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            error_type = CANCELLED
             self._metrics.left()
-            self._observer.tracing.cancelled(self._prepared, self._arrived_at)
-        self._past.ended = True
-        self._observer.decisions_file.ended(self._past, None if self._prepared is None else self._prepared.finish)
-        if error is None:
-            self._finished()
+        elif error is None and prepared is not None and prepared.finish is not None:
+            record.finish = prepared.finish
+            if self.keeps_texts and prepared.media is not None:
+                record.thumbnails = prepared.media.thumbnails
+            self._metrics.finished(prepared.finish)
+            observer.records.ended(record)
+        observer.tracing.ended(record, error_type)
+        if self._drawn or record.refusal is not None:
+            texts = None
+            if self.keeps_texts and record.finish is not None and prepared is not None:
+                texts = partial(texts_of, prepared, self._kept)
+            observer.file.ended(record, texts)
 
     def _failed(self, error: ServiceError) -> None:
+        record = self._record
         self._metrics.failed(error)
-        self._past.refusal = Refused.of(error)
-        if self._prepared is None and self._request.request_id:
-            self._past.tenant = self._principal.tenant or self._request.tenant  # the tenant may not be known yet
-            self._observer.history.add(self._past)
-        self._observer.tracing.failed(self._prepared, self._arrived_at, error)
-
-    def _finished(self) -> None:
-        prepared, ttft_s = self._prepared, self._metrics.ttft_s
-        if prepared is None or prepared.finish is None:
-            return
-        self._metrics.finished(prepared.finish)
-        total_s = time.monotonic() - prepared.arrived_at
-        self._observer.recent.add(
-            time.time(),
-            prepared.finish,
-            prepared.decision,
-            prepared.num_output_tokens,
-            ttft_s,
-            total_s,
-            () if prepared.media is None or not self.keeps_texts else prepared.media.thumbnails,
-        )
-        self._observer.tracing.finished(prepared, ttft_s)
-        if self._is_sampled:
-            self._observer.samples.served(prepared, self._kept)
+        record.refusal = Refused.of(error)
+        if self._prepared is None and record.request_id:
+            record.tenant = self._principal.tenant or record.tenant  # the tenant may not be known yet
+            self._observer.records.add(record)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.cache_salt import isolated_salt
-from cluster.errors import InvalidRequest, NotConfigured, UnknownRequest
+from cluster.errors import InvalidRequest, UnknownRequest
 from engine.model.detokenizer import check_token_ids
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrivals
@@ -18,7 +18,7 @@ from router.models.media import ReadingContext, sources_of
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.models.prompt_reading import encode, expand
-from router.observability.recent_requests import Entry
+from router.observability.records import MEMORY_BYTES, RequestRecord
 from router.placement.demand import Candidate, Demand
 from router.placement.place import explain
 from router.prepared_request import PreparedRequest
@@ -26,7 +26,7 @@ from router.request_path.observation import Observer
 from router.request_path.preprocess import Preprocessor, asked_for, tenant_of
 from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
-from router.usage import UsageTotal
+from router.usage import USAGE_DAYS, UsageTotal
 from router.validation import check_messages, check_name_length
 
 
@@ -49,7 +49,7 @@ class Queries:
         self._arrivals = arrivals
         self._observer = observer
         self._preprocessor = Preprocessor(config, models)
-        self.recent = observer.recent
+        self.records = observer.records
 
     @property
     def isolates_tenants(self) -> bool:
@@ -65,8 +65,8 @@ class Queries:
 
         Raises InvalidRequest, Forbidden or Unavailable.
         """
-        if not 1 <= num_days <= self._config.usage_days:
-            raise InvalidRequest("days", f"must be 1 to {self._config.usage_days} (usage_days), not {num_days}")
+        if not 1 <= num_days <= USAGE_DAYS:
+            raise InvalidRequest("days", f"must be 1 to {USAGE_DAYS}, not {num_days}")
         wanted = tenant or None if principal.operator else principal.tenant_for(tenant)
         totals = await self._observer.accounting.ledger.since(num_days)
         return [total for total in totals if wanted is None or total.tenant == wanted]
@@ -142,24 +142,22 @@ class Queries:
                 token_ids = media.prompt
         return model, token_ids
 
-    def decisions(self, request_id: str, principal: Principal) -> Entry:
-        """Return the decisions of a recent request.
+    def record(self, request_id: str, principal: Principal) -> RequestRecord:
+        """Return the record of a recent request.
 
         Raises InvalidRequest, UnknownRequest.
         """
         if not request_id:
             raise InvalidRequest("request_id", "is empty")
         check_name_length(request_id, "request_id")
-        if not self._observer.history.on:
-            raise NotConfigured("decisions_memory_mib is 0: this router keeps no decisions")
-        entry = self._observer.history.find(request_id, None if principal.operator else principal.tenant)
-        if entry is None:
+        record = self._observer.records.find(request_id, None if principal.operator else principal.tenant)
+        if record is None:
             raise UnknownRequest(
                 f"{request_id!r} is not among the last requests of this router: another router had it, "
-                "or decisions_memory_mib is too small",
+                f"or it is too long ago for the {MEMORY_BYTES >> 20} MiB that it keeps",
                 "request_id",
             )
-        return entry
+        return record
 
     async def explain(self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal) -> Explained:
         """Return a request's demand and all candidates to start it now.

@@ -82,8 +82,8 @@ async def test_thumbnails_of_pictures_where_texts_are_kept(cluster_of: Any, tmp_
             "http_port": 0,
             "model": None,
             "models": [{"path": model, "preprocessor": role.address}],
-            "samples_file": tmp_path / "samples.jsonl",
-            "sample_texts": True,
+            "records_file": tmp_path / "records.jsonl",
+            "record_texts": True,
         }
         async with cluster_of(model, prefill=0, decode=1, router=router, engine="sim") as cluster:
             message = ("user", [MARKER, *({"type": "image", "data": picture(seed)} for seed in range(2))])

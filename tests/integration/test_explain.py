@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.errors import InvalidRequest, NotConfigured, ServiceError, UnknownRequest
+from cluster.errors import InvalidRequest, ServiceError, UnknownRequest
 from protos import inference_pb2 as pb
-from router.observability.decision_log import read_decisions
-from router.observability.recent_requests import to_response
+from router.observability.explained import to_response
+from router.observability.record_file import read_record
 from router.placement.snapshots import decided_again, read_recorded
 from router.security.api_keys import PREFIX, hash_of
 from support.processes import LENDER_ALWAYS, Stream, kill_worker, named, running, until
@@ -108,32 +108,31 @@ async def test_a_decision_can_be_asked_for_afterwards(model: Path, cluster_of: A
 
 
 async def test_decisions_are_written_down_and_made_again(model: Path, cluster_of: Any, tmp_path: Path) -> None:
-    """Also where the router itself remembers nothing. What a client said is not in the file."""
-    log = tmp_path / "decisions.jsonl"
+    """What a client said is not in the file."""
+    log = tmp_path / "records.jsonl"
     tenants = {"none": {"tokens_per_minute": 1}}
-    router = {"decisions_file": str(log), "decisions_memory_mib": 0, "tenants": tenants} | LENDER_ALWAYS
+    router = {"records_file": str(log), "record_placements": True, "tenants": tenants} | LENDER_ALWAYS
     async with running(cluster_of(model, router=router, **SIM)) as (_, client):
         prompt = random.Random(1).choices(range(1000), k=20 * BLOCK)
         served = await Stream(client, prompt, 5, request_id="served").task
         for count, options in ((5, {"tenant": "none"}), (-1, {})):
             with pytest.raises(ServiceError):
                 await Stream(client, prompt, count, request_id="refused", **options).task
-        with pytest.raises(NotConfigured):
-            await client.decisions("served")
     lines = log.read_text().splitlines()
-    assert [next(iter(json.loads(line))) for line in lines] == ["placed", "ended", "ended", "ended"]
+    assert [next(iter(json.loads(line))) for line in lines] == ["placed", "request", "request", "request"]
     assert str(prompt[0]) + "," + str(prompt[1]) not in log.read_text()
     decision, placement_snapshot = read_recorded(json.loads(lines[0])["placed"])
     assert decided_again(placement_snapshot) == decision
     assert decision.decode_id == served.receipt.placement.decode_worker
-    entry = read_decisions(["not ours", "[]", *lines, lines[0][:50]], "served")
-    assert entry is not None
-    (placement,) = to_response(entry).placements
+    record = read_record(["not ours", "[]", *lines, lines[0][:50]], "served")
+    assert record is not None
+    (placement,) = to_response(record).placements
     assert placement.candidates[0].lender == served.receipt.placement.lender == "prefill-0"
     assert (placement.ttft_ms > 0, placement.HasField("hit_blocks")) == (True, True)
-    refused = read_decisions(lines, "refused")
+    refused = read_record(lines, "refused")
     assert refused is not None
-    assert (refused.error, len(refused.placements)) == ("INVALID_ARGUMENT: sampling.max_tokens", 0)
+    answer = to_response(refused)
+    assert (answer.error, len(answer.placements)) == ("INVALID_ARGUMENT: sampling.max_tokens", 0)
     console = Console(width=160, record=True)
     await show_decisions(console, Target("nobody:1"), "served", 10, log)
     assert "first token: predicted after" in console.export_text()

@@ -119,13 +119,13 @@ async def test_the_status_is_what_there_is(model: Path, cluster_of: Any) -> None
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert "prefill-0" in shown
         assert "2 over" in shown
-        with pytest.raises(NotConfigured, match="samples_file"):
+        with pytest.raises(NotConfigured, match="records_file"):
             await client.feedback("r1", rating=1)
 
 
-async def test_samples_and_feedback_are_kept(cluster_of: Any, tmp_path: Path) -> None:
-    kept = tmp_path / "samples.jsonl"
-    router = {"samples_file": str(kept), "sample_texts": True}
+async def test_records_and_feedback_are_kept(cluster_of: Any, tmp_path: Path) -> None:
+    kept = tmp_path / "records.jsonl"
+    router = {"records_file": str(kept), "record_texts": True}
     started = cluster_of(STORYTELLER, prefill=0, decode=1, engine="sim", router=router)
     async with started as cluster, Client(cluster.address) as client:
         sampling = pb.Sampling(max_tokens=6, temperature=0)

@@ -55,8 +55,7 @@ class Site:
             "max_queued": 64,
             "max_queued_per_tenant": 32,
             "max_bodies_mib": 16,
-            "samples_file": folder / "samples.jsonl",
-            "decisions_file": folder / "decisions.jsonl",
+            "records_file": folder / "records.jsonl",
         }
         self.folder = folder
         self.cluster: LocalCluster = http_cluster(STORYTELLER, 1, settings, engine="sim", sim_step_ms=2)
@@ -253,8 +252,7 @@ async def test_loads_of_workers_are_for_operators(site: Site, ask: Ask) -> None:
 async def test_files_with_prompts_are_readable_by_their_owner_only(site: Site, ask: Ask) -> None:
     async with site.client("alice") as alice:
         await served(alice, ask)
-    for name in ("samples.jsonl", "decisions.jsonl"):
-        assert stat.S_IMODE((site.folder / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE((site.folder / "records.jsonl").stat().st_mode) == 0o600
 
 
 async def test_a_broken_off_stream_has_a_typed_status(site: Site) -> None:

@@ -107,8 +107,8 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
             "models": entries,
             "default_model": "seeing",
             "batches_folder": folder / "batches",
-            "samples_file": folder / "samples.jsonl",
-            "sample_texts": True,
+            "records_file": folder / "records.jsonl",
+            "record_texts": True,
         }
         cluster = await parts.enter_async_context(http_cluster(model, router=router, **SIM))
         http = cluster.router.http_address
@@ -327,7 +327,7 @@ async def test_pictures_fit_into_the_context_as_tokens(site: Site) -> None:
     assert f"prompt of {await site.tokens('') + num_tokens(FIRST)} tokens" in said["error"]["message"]
 
 
-async def test_samples_keep_a_thumbnail_and_no_picture(site: Site) -> None:
+async def test_records_keep_a_thumbnail_and_no_picture(site: Site) -> None:
     file = picture(99)
     async with Client(site.cluster.address) as client:
         message = ("user", ["sampled", {"type": "image", "data": file}])
@@ -337,7 +337,7 @@ async def test_samples_keep_a_thumbnail_and_no_picture(site: Site) -> None:
         assert [piece async for piece in pieces]
 
     def line() -> dict[str, Any] | None:
-        for each in (site.folder / "samples.jsonl").read_text().splitlines():
+        for each in (site.folder / "records.jsonl").read_text().splitlines():
             sample: dict[str, Any] = json.loads(each).get("request", {})
             if sample.get("request_id") == "sampled-1":
                 return sample
@@ -366,11 +366,11 @@ async def test_samples_keep_a_thumbnail_and_no_picture(site: Site) -> None:
     ("settings", "wanted", "is_old"),
     [
         ({}, False, False),
-        ({"samples_file": "samples.jsonl"}, False, False),
-        ({"sample_texts": True}, False, False),
-        ({"samples_file": "samples.jsonl", "sample_texts": True, "sample_share": 1e-9}, False, False),
-        ({"samples_file": "samples.jsonl", "sample_texts": True}, True, False),
-        ({"samples_file": "samples.jsonl", "sample_texts": True}, True, True),
+        ({"records_file": "records.jsonl"}, False, False),
+        ({"record_texts": True}, False, False),
+        ({"records_file": "records.jsonl", "record_texts": True, "record_share": 1e-9}, False, False),
+        ({"records_file": "records.jsonl", "record_texts": True}, True, False),
+        ({"records_file": "records.jsonl", "record_texts": True}, True, True),
     ],
 )
 async def test_thumbnails_are_made_only_where_texts_are_kept(
@@ -378,9 +378,9 @@ async def test_thumbnails_are_made_only_where_texts_are_kept(
 ) -> None:
     """A preprocessor of before knows no thumbnails, and makes none."""
     asked: list[preprocess_pb2.ProcessRequest] = []
-    samples = tmp_path / "samples.jsonl"
-    if "samples_file" in settings:
-        settings = settings | {"samples_file": samples}
+    samples = tmp_path / "records.jsonl"
+    if "records_file" in settings:
+        settings = settings | {"records_file": samples}
     async with overheard(site.preprocessor.address, asked, is_old) as address:
         router = {"model": None, "models": [{"path": site.model, "preprocessor": address}]} | settings
         async with http_cluster(site.model, router=router, **SIM) as cluster:

@@ -23,7 +23,7 @@ SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 5.0, "kv_memory_mib": 16,
 NARROW = SIM | {"kv_memory_mib": 1, "reserve_output_tokens": 5000}
 """A decode worker has room for one such request at a time."""
 
-QUICK = {"every_s": 0.2, "down_after_s": 1.0, "down_every_s": 0.2, "start_s": 20.0, "switch_s": 1.0}
+QUICK = {"every_s": 0.2, "down_after_s": 1.0, "start_s": 20.0, "switch_s": 1.0}
 
 
 @pytest.fixture(scope="module")

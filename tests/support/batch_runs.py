@@ -204,7 +204,7 @@ class World:
 
     def _stores(self, disk: Disk) -> tuple[FileStore, BatchStore]:
         clock = lambda: 0.0  # noqa: E731 # records' times matter in other tests
-        return FileStore(self.root, disk, clock), BatchStore(self.root, disk, 100, clock)
+        return FileStore(self.root, disk, clock), BatchStore(self.root, disk, clock)
 
 
 def link(**settings: Any) -> Link:

@@ -94,8 +94,8 @@ def test_a_queue_is_answered_at_once() -> None:
 
 
 def test_it_waits_before_it_shrinks_and_takes_small_steps() -> None:
-    fluid = Fluid(config_of(down_after_s=200, down_every_s=50), prefill=6, decode=6)
-    fluid.run(rate=0.5, for_s=195)
+    fluid = Fluid(config_of(down_after_s=300), prefill=6, decode=6)
+    fluid.run(rate=0.5, for_s=295)
     assert {(desired.prefill, desired.decode) for desired in fluid.desired_sizes} == {(6, 6)}
     fluid.run(rate=0.5, for_s=600)
     sizes = [desired.prefill for desired in fluid.desired_sizes]
@@ -182,7 +182,6 @@ def configs(draw: st.DrawFn) -> PolicyConfig:
         max_total=total,
         switch=draw(st.booleans()),
         down_after_s=draw(st.sampled_from([0.0, 20.0, 200.0])),
-        down_every_s=draw(st.sampled_from([0.0, 30.0])),
     )
 
 

@@ -1,10 +1,10 @@
-"""What a router remembers of its decisions: exactly what they were made of, and no more than it may hold."""
+"""Records of requests in a router's memory: exactly what decisions were made of, and no more than it may hold."""
 
 import random
 
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from router.observability.recent_requests import ENTRY_BYTES, DecisionHistory, Entry, Placement
+from router.observability.records import RECORD_BYTES, Placement, RequestRecord, RequestRecords
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import ActivePlacement
@@ -71,42 +71,34 @@ def test_what_may_be_taken_of_each_worker_is_kept_too() -> None:
 
 def test_what_is_remembered_is_bounded_and_the_last() -> None:
     fleet = fleet_of(3, 3)
-    history = DecisionHistory(40 * ENTRY_BYTES)
-    early = Entry("early", "", 0.0)
-    history.add(early)
+    records = RequestRecords(40 * RECORD_BYTES)
+    early = RequestRecord("early", "", 0.0)
+    records.add(early)
     for number in range(500):
-        entry = Entry(f"r{number}", "", 0.0)
-        history.add(entry)
+        record = RequestRecord(f"r{number}", "", 0.0)
+        records.add(record)
         for _ in range(number % 3):
             placed, placement = place(fleet)
-            history.placed(entry, placement)
+            records.placed(record, placement)
             fleet.ended(placed)
-        assert history.num_bytes <= 40 * ENTRY_BYTES
+        assert records.num_bytes <= 40 * RECORD_BYTES
         placed, placement = place(fleet)
-        history.placed(early, placement)
+        records.placed(early, placement)
         fleet.ended(placed)
-    assert 5 < len(history) <= 40
-    assert history.find("r499", None) is entry
-    assert history.find("r0", None) is None
-    assert history.num_bytes == sum(entry.num_bytes for entry in history._entries), "what is forgotten holds nothing"
+    assert 5 < len(records) <= 40
+    assert records.find("r499", None) is record
+    assert records.find("r0", None) is None
+    remembered = [found for number in range(500) if (found := records.find(f"r{number}", None))]
+    assert records.num_bytes == sum(each.num_bytes for each in remembered), "what is forgotten holds nothing"
+    assert not any(placement.placement_snapshot for placement in early.placements)
 
 
 def test_an_id_is_its_tenants_own_and_the_last_of_that_name_counts() -> None:
-    history = DecisionHistory(1 << 20)
-    entries = [Entry("same", tenant, 0.0) for tenant in ("a", "b", "a")]
-    for entry in entries:
-        history.add(entry)
-    assert history.find("same", "a") is entries[2]
-    assert history.find("same", "b") is entries[1]
-    assert history.find("same", None) is entries[2]
-    assert history.find("same", "c") is None
-
-
-def test_switched_off_nothing_is_kept() -> None:
-    history, entry = DecisionHistory(0), Entry("one", "", 0.0)
-    history.add(entry)
-    _, placement = place(fleet_of(1, 0))
-    history.placed(entry, placement)
-    assert not history.on
-    assert len(history) == history.num_bytes == 0
-    assert placement.placement_snapshot is None
+    records = RequestRecords(1 << 20)
+    same = [RequestRecord("same", tenant, 0.0) for tenant in ("a", "b", "a")]
+    for record in same:
+        records.add(record)
+    assert records.find("same", "a") is same[2]
+    assert records.find("same", "b") is same[1]
+    assert records.find("same", None) is same[2]
+    assert records.find("same", "c") is None

@@ -215,7 +215,6 @@ def test_pools_follow_the_load_and_nothing_is_lost() -> None:
         itl_s=0.1,
         start_s=5.0,
         down_after_s=10.0,
-        down_every_s=5.0,
         prefill_tokens_per_s=9000.0,
     )
     requests = swinging(140)

@@ -17,7 +17,8 @@ from preprocessor.frames import Frame, NoFrame
 from protos import inference_pb2 as pb
 from router.frontend.console.routes import HEADERS, PAGE
 from router.models.media import ReadingContext, thumbnail_urls
-from router.observability.recent_requests import MOST, MOST_WITH_THUMBNAILS, RecentRequests
+from router.observability.explained import to_console
+from router.observability.records import MOST_ENDED, MOST_WITH_THUMBNAILS, RequestRecord, RequestRecords
 from support.sim_directories import write_sim_model
 
 VOCAB = 400
@@ -78,15 +79,16 @@ def test_urls_are_bounded_and_plain() -> None:
 
 
 def test_the_last_requests_keep_them() -> None:
-    recent, finish = RecentRequests(), pb.Finish(receipt=pb.Receipt(model="m"))
-    for number in range(MOST + 10):
-        recent.add(0.0, finish, None, 1, 0.1, 0.2, (f"data:{number}",))
-    recent.add(0.0, finish, None, 1, 0.1, 0.2)
-    told = recent.since(0)
-    assert len(told) == MOST
-    expected = [*([f"data:{number}"] for number in range(MOST + 11 - MOST_WITH_THUMBNAILS, MOST + 10)), []]
+    records, finish = RequestRecords(), pb.Finish(receipt=pb.Receipt(model="m"))
+    for number in range(MOST_ENDED + 11):
+        thumbnails = (f"data:{number}",) if number < MOST_ENDED + 10 else ()
+        records.ended(RequestRecord(f"r{number}", "", 0.0, finish=finish, thumbnails=thumbnails))
+    told = [to_console(record) for record in records.since(0)]
+    assert [each["number"] for each in told] == list(range(11, MOST_ENDED + 11))
+    expected = [*([f"data:{number}"] for number in range(MOST_ENDED + 11 - MOST_WITH_THUMBNAILS, MOST_ENDED + 10)), []]
     assert [each["thumbnails"] for each in told[-MOST_WITH_THUMBNAILS:]] == expected
     assert not any(each["thumbnails"] for each in told[:-MOST_WITH_THUMBNAILS])
+    assert records.since(MOST_ENDED + 10) == records.since(0)[-1:]
 
 
 def test_the_console_shows_pictures_of_data_urls_only() -> None:

@@ -143,8 +143,10 @@ async def test_drafts_are_accepted_and_those_after_a_loan_are_the_same(site: Spe
     """A lent block has the KV that the borrower's draft layers would have computed, its last token's included."""
     pair, accepted = site.pair, 0
     for seed in range(4):
-        prompt, got = await pair.undisturbed(4 * BLOCK + 6, 60 + seed, MAX_TOKENS, ignore_eos=True)
-        assert account_of(got).moved_blocks == (len(prompt) - 1) // pair.lender.ready.block_tokens
+        prompt = prompt_of(4 * BLOCK + 6, 60 + seed)
+        got = await pair.borrowed(named(prompt, MAX_TOKENS, ignore_eos=True))
+        account = account_of(got)
+        assert account.moved_blocks == (len(prompt) - 1) // pair.lender.ready.block_tokens
         alone = await pair.lender.answer(named(prompt, MAX_TOKENS, ignore_eos=True))
         assert [(each.token_id, each.followed_draft) for each in got] == [
             (each.token_id, each.followed_draft) for each in alone
@@ -169,8 +171,9 @@ async def test_drafts_and_states_are_lent_together(tmp_path: Path) -> None:
     async with engines(lender, borrower):
         pair = Pair(lender, borrower)
         for num_tokens in (97, 200, 700):
-            prompt, got = await pair.undisturbed(num_tokens, 90, ignore_eos=True)
-            assert account_of(got).moved_blocks == (num_tokens - 1) // lender.ready.block_tokens
+            prompt, width = prompt_of(num_tokens, 90), lender.ready.block_tokens
+            got = await pair.borrowed(named(prompt, ignore_eos=True))
+            assert account_of(got).moved_blocks == (num_tokens - 1) // width
             alone = await lender.answer(named(prompt, ignore_eos=True))
             assert [(each.token_id, each.followed_draft) for each in got] == [
                 (each.token_id, each.followed_draft) for each in alone
@@ -216,7 +219,8 @@ async def test_two_ranks_draft_as_one(tmp_path: Path) -> None:
             assert num_accepted(got) or name != "greedy"
             rest = request._replace(request_id=f"c{next(numbers)}", emitted=tuple(expected[:9]))
             assert ids(await one.answer(rest)) == expected[9:]
-        prompt, moved = await Pair(two, one).undisturbed(4 * BLOCK + 6, 64, MAX_TOKENS, ignore_eos=True)
+        prompt = prompt_of(4 * BLOCK + 6, 64)
+        moved = await one.answer(named(prompt, MAX_TOKENS, ignore_eos=True), two)
         assert account_of(moved).moved_blocks == 4
         assert ids(moved) == ids(await plain.answer(named(prompt, MAX_TOKENS, ignore_eos=True)))
         await Pair(two, one).settled()

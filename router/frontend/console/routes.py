@@ -8,7 +8,8 @@ from fastapi.responses import JSONResponse, Response
 from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
-from router.observability.recent_requests import RecentRequests
+from router.observability.explained import to_console
+from router.observability.records import RequestRecords
 from router.security.api_keys import ApiKeys
 
 PAGE = Path(__file__).with_name("page.html")
@@ -22,7 +23,7 @@ HEADERS = {
 
 
 def add_console(
-    app: FastAPI, keys: ApiKeys, status: Callable[[], pb.ClusterStatusResponse], recent: RecentRequests
+    app: FastAPI, keys: ApiKeys, status: Callable[[], pb.ClusterStatusResponse], records: RequestRecords
 ) -> None:
     """Add the console at /console.
 
@@ -39,7 +40,8 @@ def add_console(
         since = request.query_params.get("since", "0")
         number = int(since) if since.isdecimal() and len(since) < 18 else 0
         body = MessageToDict(status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        return JSONResponse({"status": body, "requests": recent.since(number)}, headers=HEADERS)
+        requests = [to_console(record) for record in records.since(number)]
+        return JSONResponse({"status": body, "requests": requests}, headers=HEADERS)
 
     for path, answer in (("/console", show), ("/console/data", tell)):
         app.router.add_route(path, answer, methods=["GET"])

@@ -158,7 +158,7 @@ def explain(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="log of placements, a router's decisions_file, in which --request is looked up",
+            help="file of records, a router's records_file, in which --request is looked up",
             exists=True,
             dir_okay=False,
         ),

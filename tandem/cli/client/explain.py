@@ -71,20 +71,20 @@ async def show_decisions(console: Console, target: Target, request_id: str, most
 
     Raises UnknownRequest.
 
-    `log`: a router's decisions_file, read instead of calling the router.
+    `log`: a router's records_file, read instead of calling the router.
     """
     if log is None:
         async with target.client() as client:
             past = await client.decisions(request_id)
     else:
-        from router.observability.decision_log import read_decisions
-        from router.observability.recent_requests import to_response
+        from router.observability.explained import to_response
+        from router.observability.record_file import read_record
 
         with log.open() as lines:
-            entry = read_decisions(lines, request_id)
-        if entry is None:
+            record = read_record(lines, request_id)
+        if record is None:
             raise UnknownRequest(f"{log} has no line of request {request_id!r}", "request_id")
-        past = to_response(entry)
+        past = to_response(record)
     if past.model:
         console.print(f"model {past.model}: {past.model_reason}", markup=False)
     if past.models:

@@ -52,7 +52,6 @@ PLANNED: dict[str, Any] = {
             "step_s": 0.04,
             "stream_delay_s": 0.01,
             "down_after_s": 10,
-            "down_every_s": 2,
             "prefill": {"max_workers": 1},
             "decode": {"max_workers": 4},
         },
