@@ -20,6 +20,7 @@ from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import Server, channel
 from cluster.network.tls import TlsIdentity, member_of
 from cluster.process.life import Addresses, SignalledRole
+from cluster.process.tasks import Tasks
 from cluster.roles import ROLES, Role
 from cluster.settings import DiscoverySettings, HealthSettings, HostSettings, LogSettings, MetricsSettings
 from planner.config import PolicyConfig
@@ -193,7 +194,10 @@ class Planner(SignalledRole):
         self._watch = RouterPoller(config, member_of(config))
         self._state: PolicyState | None = None
         self._looked_at = -math.inf
-        self._tasks = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._run())]
+        self._tasks = Tasks(self._ended)
+        self._failure: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
+        for work in (self._follow(), self._run()):
+            self._tasks.spawn(work)
 
     def ready(self) -> bool:
         """Whether one of the last rounds saw the pools."""
@@ -201,20 +205,18 @@ class Planner(SignalledRole):
 
     async def failed(self) -> TandemError:
         """Return only on a bug: no outside event ends a planner."""
-        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            if (error := task.exception()) is not None:
-                log.error("the planner failed", exc_info=error)
-                return TandemError(f"the planner failed: {error!r}")
-        return await super().failed()
+        return await asyncio.shield(self._failure)
+
+    def _ended(self, error: BaseException) -> None:
+        log.error("the planner failed", exc_info=error)
+        if not self._failure.done():
+            self._failure.set_result(TandemError(f"the planner failed: {error!r}"))
 
     async def drain(self) -> None:
         """Do nothing; there is no work to finish."""
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self._parts.aclose()
 
     async def _follow(self) -> None:
