@@ -54,12 +54,16 @@ class Tasks:
         if self._running:
             await asyncio.wait(self._running, timeout=timeout_s)
 
+    def cancel(self) -> None:
+        """Cancel all tasks, which are over soon."""
+        for task in self._running:
+            task.cancel()
+
     async def close(self) -> None:
         """Cancel all tasks and wait until they are over, also when the caller is cancelled meanwhile."""
         self._is_closed = True
         cancelled: asyncio.CancelledError | None = None
-        for task in self._running:
-            task.cancel()  # once: a second time would interrupt how it ends
+        self.cancel()  # once: a second time would interrupt how they end
         while self._running:
             try:
                 await asyncio.wait(self._running)
@@ -89,7 +93,7 @@ def log_bugs(text: str) -> Callable[[BaseException], object]:
     return lambda error: None if isinstance(error, ServiceError) else log.error(text, exc_info=error)
 
 
-async def end(task: asyncio.Task[Any]) -> None:
+async def end_task(task: asyncio.Task[Any]) -> None:
     """Cancel a task and wait until it is over."""
     task.cancel()
     await asyncio.wait([task])
@@ -141,6 +145,8 @@ class Endable:
         try:
             await self._limit.__aexit__(kind, error, trace)
         except TimeoutError:
-            if self._error is None:
-                raise
-            raise self._error from None
+            ended_by, self._error = self._error, None
+            try:
+                raise ended_by or TimeoutError from None
+            finally:
+                del ended_by  # a failure that its own traceback refers to stays until garbage is collected
