@@ -9,7 +9,6 @@ import secrets
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from batches.claims import Claim
 from batches.lines import (
@@ -32,6 +31,7 @@ from cluster import logs
 from cluster.errors import ServiceError
 from cluster.fair_turns import FairTurns
 from cluster.process.life import Drain
+from cluster.process.tasks import Tasks, all_of
 
 log = logging.getLogger(__name__)
 
@@ -196,10 +196,9 @@ class Run:
     async def _work_on(self, lines: _Lines) -> None:
         numbers = lines.left()
         num_workers = min(self._around.concurrency, lines.tally.num_left)
-        workers = [asyncio.ensure_future(self._work(lines, numbers)) for _ in range(num_workers)]
-        working: asyncio.Future[Any] = asyncio.gather(*workers)
-        watching: asyncio.Future[Any] = asyncio.ensure_future(self._watch(lines))
-        try:
+        async with Tasks() as tasks:
+            working = tasks.spawn(all_of(self._work(lines, numbers) for _ in range(num_workers)))
+            watching = tasks.spawn(self._watch(lines))
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 await watching
@@ -207,10 +206,6 @@ class Run:
                     await working  # lines in flight finish while the router waits for them
             else:
                 await working
-        finally:
-            for task in (watching, *workers):
-                task.cancel()
-            await asyncio.gather(watching, working, *workers, return_exceptions=True)  # raised above, where it counts
 
     async def _watch(self, lines: _Lines) -> None:
         """Return when the batch may not go on, for whatever reason."""
