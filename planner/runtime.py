@@ -20,7 +20,7 @@ from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import Server, channel
 from cluster.network.tls import TlsIdentity, member_of
 from cluster.process.life import Addresses, SignalledRole
-from cluster.process.tasks import Tasks
+from cluster.process.tasks import Tasks, all_of, failure_of
 from cluster.roles import ROLES, Role
 from cluster.settings import DiscoverySettings, HealthSettings, HostSettings, LogSettings, MetricsSettings
 from planner.config import PolicyConfig
@@ -194,10 +194,8 @@ class Planner(SignalledRole):
         self._watch = RouterPoller(config, member_of(config))
         self._state: PolicyState | None = None
         self._looked_at = -math.inf
-        self._tasks = Tasks(self._ended)
-        self._failure: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
-        for work in (self._follow(), self._run()):
-            self._tasks.spawn(work)
+        self._tasks = Tasks("the planner failed")
+        self._running = self._tasks.spawn(all_of([self._follow(), self._run()]))
 
     def ready(self) -> bool:
         """Whether one of the last rounds saw the pools."""
@@ -205,12 +203,7 @@ class Planner(SignalledRole):
 
     async def failed(self) -> TandemError:
         """Return only on a bug: no outside event ends a planner."""
-        return await asyncio.shield(self._failure)
-
-    def _ended(self, error: BaseException) -> None:
-        log.error("the planner failed", exc_info=error)
-        if not self._failure.done():
-            self._failure.set_result(TandemError(f"the planner failed: {error!r}"))
+        return TandemError(f"the planner failed: {await failure_of(self._running)!r}")
 
     async def drain(self) -> None:
         """Do nothing; there is no work to finish."""
@@ -222,7 +215,6 @@ class Planner(SignalledRole):
     async def _follow(self) -> None:
         async for addresses in self._discovery.listings():
             self._watch.roster.listed(addresses, self._watch.answering)
-        await asyncio.get_running_loop().create_future()  # addresses in the settings never change
 
     async def _run(self) -> None:
         while True:

@@ -12,7 +12,7 @@ import uvicorn
 
 from cluster.errors import StartError, TandemError
 from cluster.network.tls import Credentials
-from cluster.process.tasks import Tasks
+from cluster.process.tasks import Tasks, failure_of
 
 BACKLOG = 2048
 SEND_BUFFER = 256 << 10
@@ -77,10 +77,7 @@ class HttpServer:
     async def failed(self) -> TandemError:
         """Return when the server ended by itself."""
         assert self._serving is not None, "it was started"
-        await asyncio.wait([self._serving])
-        if self._serving.cancelled() or (error := self._serving.exception()) is None:
-            await asyncio.get_running_loop().create_future()  # the server was closed
-        return TandemError(f"the HTTP server ended: {error!r}")
+        return TandemError(f"the HTTP server ended: {await failure_of(self._serving)!r}")
 
     async def close(self) -> None:
         """Stop the server; requests should be over by now."""

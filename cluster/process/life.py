@@ -17,7 +17,7 @@ import uvloop
 from cluster.errors import TandemError
 from cluster.process.loop_watch import excuse_standstill
 from cluster.process.memory import spare_the_started
-from cluster.process.tasks import Tasks
+from cluster.process.tasks import Tasks, happens
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +189,7 @@ class Drain:
 
         Returns False if some call still is after `timeout_s`.
         """
-        if not self._ends:
-            return True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await happens(self._idle, timeout_s)
 
     def end_all(self) -> int:
         """End all calls in flight and return their number."""

@@ -7,6 +7,7 @@ asyncio refers to tasks weakly, and keeps a failure until somebody asks for it. 
   `Tasks.spawn`, ended by `Tasks.close` in the owner's `close` or `stop`;
 - work beside a block: `async with Tasks()`, which ends it however the block ends;
 - a race: `first_of`; all of several, or the first failure: `all_of`, which is a TaskGroup;
+- a wait with an end: `happens`, or asyncio.timeout;
 - a block that others may end, such as a request whose client leaves: `Endable`. Nothing else cancels the task that it
   runs in, and nothing takes a cancellation back.
 
@@ -17,6 +18,7 @@ failure that neither takes is logged by asyncio: an owner keeps no task that is 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from contextvars import Context
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -93,10 +95,20 @@ def log_bugs(text: str) -> Callable[[BaseException], object]:
     return lambda error: None if isinstance(error, ServiceError) else log.error(text, exc_info=error)
 
 
-async def end_task(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait until it is over."""
-    task.cancel()
+async def failure_of(task: asyncio.Task[Any]) -> BaseException:
+    """Return the failure of a task; never, where it ends otherwise."""
     await asyncio.wait([task])
+    if not task.cancelled() and (error := task.exception()) is not None:
+        return error
+    return await asyncio.Future()
+
+
+async def happens(event: asyncio.Event, within_s: float) -> bool:
+    """Wait for an event, for so long at most; return whether it is set."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            await event.wait()
+    return event.is_set()
 
 
 async def first_of(*works: Coroutine[Any, Any, T]) -> T:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.process.tasks import Endable, Tasks, all_of, end_task, first_of
+from cluster.process.tasks import Endable, Tasks, all_of, failure_of, first_of, happens
 from support.virtual_loop import settle
 
 ROOT = Path(__file__).parents[2]
@@ -102,13 +102,20 @@ async def test_who_hears_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.message.splitlines()[0] for record in caplog.records] == ["Task exception was never retrieved"]
 
 
-async def test_one_task_ends() -> None:
-    work, tasks = _Work(), Tasks()
-    task = tasks.spawn(work.wait())
-    await settle()
-    await end_task(task)
-    assert work.ended
-    await tasks.close()
+async def test_the_owner_of_a_loop_asks_for_its_failure() -> None:
+    async with Tasks() as tasks:
+        over, fails = tasks.spawn(_after(1.0)), tasks.spawn(_after(2.0, error := ValueError("lost")))
+        asking = tasks.spawn(failure_of(over))
+        assert await failure_of(fails) is error
+        assert not asking.done()
+
+
+async def test_an_event_that_happens_in_time() -> None:
+    event = asyncio.Event()
+    assert not await happens(event, 1.0)
+    asyncio.get_running_loop().call_later(1.0, event.set)
+    assert await happens(event, 2.0)
+    assert await happens(event, 0.0)
 
 
 async def test_a_race() -> None:
