@@ -9,7 +9,7 @@ import aiohttp
 from batches.lines import LineAnswer, LineRequest
 from cluster.errors import Overloaded, TandemError, Unavailable
 from cluster.process.life import Drain
-from cluster.process.tasks import Tasks
+from cluster.process.tasks import Tasks, failure_of
 from router.batches.link import HEALTH, LINE, ROUTER_SOCKET, OnBehalf, RouterLink
 
 log = logging.getLogger(__name__)
@@ -86,9 +86,7 @@ class RouterClient:
     async def failed(self) -> TandemError:
         """Return the error when the router cannot be watched, such as one of another version."""
         assert self._watching is not None, "it was begun"
-        await asyncio.wait([self._watching])
-        if self._watching.cancelled() or (error := self._watching.exception()) is None:
-            await asyncio.get_running_loop().create_future()  # it was told to end
+        error = await failure_of(self._watching)
         return error if isinstance(error, TandemError) else TandemError(f"the watch over the router ended: {error!r}")
 
     async def unwatch(self) -> None:

@@ -1,7 +1,6 @@
 """One claimed batch, taken from step to step until it has ended, the claim is lost, or no line may start."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
@@ -31,7 +30,7 @@ from cluster import logs
 from cluster.errors import ServiceError
 from cluster.fair_turns import FairTurns
 from cluster.process.life import Drain
-from cluster.process.tasks import Tasks, all_of
+from cluster.process.tasks import Tasks, all_of, happens
 
 log = logging.getLogger(__name__)
 
@@ -224,9 +223,7 @@ class Run:
                 await asyncio.to_thread(self._batch.show_progress, progress)
                 shown = progress
             self._looking.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(around.look_s, left_s)):
-                    await self._looking.wait()
+            await happens(self._looking, min(around.look_s, left_s))
 
     async def _work(self, lines: _Lines, numbers: Iterator[int]) -> None:
         for number in numbers:  # one iterator for all workers
@@ -256,19 +253,11 @@ class Run:
                 except ServiceError as error:
                     pause_s = wait_s(error, num_tries, random.random())
                     log.info("%s, line %d: next attempt in %.3g s: %s", made.id, number, pause_s, error)
-            if await self._stops_within(pause_s):
+            if await happens(self._stopping, pause_s):
                 return
         output_line = answered(made.id, number, custom_id, request_id, answer)
         await lines.answers.append(encoded(number, answer.failed, output_line))
         lines.tally.count(number, answer.failed)
-
-    async def _stops_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 def _read(lines: _Lines, number: int) -> tuple[str, bytes]:

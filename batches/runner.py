@@ -1,7 +1,6 @@
 """All batches that a process runs: it looks for open ones, claims them, and runs several at a time."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -10,7 +9,7 @@ from batches.claims import Claims
 from batches.run import Run, Surroundings
 from batches.storage.file_store import BatchFolder, BatchStore
 from cluster.errors import TandemError
-from cluster.process.tasks import Tasks
+from cluster.process.tasks import Tasks, happens
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ class BatchRunner:
         self._scanning = Tasks("no batch is looked for any more")
         self._running = Tasks("a batch is run no more")
         self._runs: set[str] = set()
-        """Batches that are run or claimed."""
         self._claimed: dict[str, Run] = {}
         self._tenants: Counter[str] = Counter()
         """Runs by the name of their tenant's folder."""
@@ -71,9 +69,7 @@ class BatchRunner:
                 log.error("batches_folder cannot be read: %s", error)
             except Exception:  # a bug here must not end all batches
                 log.exception("the search for batches failed")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(SCAN_S):
-                    await self._woken.wait()
+            await happens(self._woken, SCAN_S)
 
     async def _look(self) -> None:
         """Begin runs of batches that nobody runs."""

@@ -21,7 +21,7 @@ from cluster.network.rpc import PROTOCOL, Server
 from cluster.network.tls import MemberIdentity, member_of
 from cluster.process.life import Addresses, Drain
 from cluster.process.loop_watch import watch_loop
-from cluster.process.tasks import first_of
+from cluster.process.tasks import first_of, happens
 from cluster.roles import ON_WIRE, Role
 from engine.config import WorkerConfig
 from engine.core_types import Pooler
@@ -222,9 +222,7 @@ class WorkerRuntime:
         await self._empty()
         if config.group:
             engine.send(DrainGroup(is_empty=True))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(config.drain_s + READABLE_S + END_S):
-                    await engine.group_is_over.wait()
+            await happens(engine.group_is_over, config.drain_s + READABLE_S + END_S)
 
     async def _empty(self) -> int:
         """Drain without leaving; return the number of requests handed over."""

@@ -230,8 +230,8 @@ class InferenceService:
 
     @contextlib.asynccontextmanager
     async def _answering(self, context: Any) -> AsyncIterator["_GrpcReply"]:
-        """Run a stream whose errors become statuses, and which a stopping router ends."""
-        answer = self._new_answer()
+        """Run a call whose errors become statuses, and which a stopping router ends."""
+        answer = _GrpcReply(Draining(f"router {self._router_id} was told to stop"), self._drain.draining)
         # In flight until its client was told how it ended: the server stops as soon as nothing is in flight.
         with self._drain.holding(answer.end):
             try:
@@ -244,9 +244,6 @@ class InferenceService:
                 # gRPC does not tell whether the client left. A client that did reads no status; another was cut off by
                 # a part of this router, and must not read a CANCELLED that it never asked for.
                 end_call(context, Unavailable(f"router {self._router_id} cut the stream off"))
-
-    def _new_answer(self) -> "_GrpcReply":
-        return _GrpcReply(Draining(f"router {self._router_id} was told to stop"), self._drain.draining)
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
         principal = self._principal(context)
@@ -264,23 +261,15 @@ class InferenceService:
             reservation=candidates[0].reservation if candidates else "",
         )
 
-    async def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse:
+    async def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse | None:
         traceparent.set(from_metadata(context.invocation_metadata()))
         principal = self._principal(context)
         tenant = tenant_of(pb.GenerateRequest(tenant=request.tenant), principal)
-        async with self._answering_once() as answer:
+        async with self._answering(context) as answer:
             answer.begin()
             with self._arrivals.arriving(tenant) as arrival:
                 arrival.hold(request.ByteSize())
                 return await self._warming.warm(request, context.time_remaining(), principal, arrival)
-
-    @contextlib.asynccontextmanager
-    async def _answering_once(self) -> AsyncIterator["_GrpcReply"]:
-        """Run a call with one answer, which a stopping router ends with Draining."""
-        answer = self._new_answer()
-        with self._drain.holding(answer.end):
-            async with answer.block:
-                yield answer
 
     async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:
         principal = self._principal(context)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cluster.errors import ServiceError, StartError, TandemError
-from cluster.process.tasks import Tasks
+from cluster.process.tasks import Tasks, failure_of
 from engine.model.hub import repository_of
 from router.models.config import FleetConfig, ModelEntry, ModelsConfig
 from router.models.model_runtimes import ModelRuntimes
@@ -48,11 +48,9 @@ class StockFleet:
     async def failed(self) -> TandemError:
         """Return the error that ended the following of sources; without one this waits for ever."""
         assert self._following is not None
-        try:
-            await asyncio.shield(self._following)
-        except TandemError as error:
+        if isinstance(error := await failure_of(self._following), TandemError):
             return error
-        raise AssertionError("sources do not end")
+        raise error
 
     async def _follow(self, listed: AsyncIterator[tuple[Server, ...]]) -> None:
         async for servers in listed:

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 from urllib.parse import urlsplit
 from zlib import crc32
@@ -21,7 +20,7 @@ import zmq.asyncio
 from cluster.errors import ServiceError, Unavailable
 from cluster.network.rpc import PROTOCOL
 from cluster.process.loop_watch import loop_time
-from cluster.process.tasks import Tasks
+from cluster.process.tasks import Tasks, happens
 from kvcache.block_keys import ADAPTER_BYTES, BlockKey, root_key
 from protos import membership_pb2 as pb
 from router.models.config import FleetConfig
@@ -115,9 +114,7 @@ class Member:
 
     async def _sleep(self, seconds: float) -> None:
         """Sleep until the listing changed or a request failed, or for so long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
+        await happens(self._wake, seconds)
 
     def _join(self, facts: ServerFacts) -> "_Joined":
         model = model_of(facts, self._around.models, self._api.name)

@@ -21,7 +21,7 @@ from cluster.network.mux import Channel, ProtocolError
 from cluster.network.mux_stream import MuxStream
 from cluster.network.rpc import channel
 from cluster.network.tls import TlsIdentity
-from cluster.process.tasks import Tasks
+from cluster.process.tasks import Tasks, happens
 from engine.messages.from_engine import CacheChanged, LoadReport
 from engine.messages.to_engine import TakeSnapshot
 from engine.process.front.engine_client import EngineClient
@@ -363,9 +363,7 @@ class Memberships:
         synchronised, spoke_at = False, 0.0
         while stream.ended is None and not over.is_set():  # an engine sends messages several times a second
             news = [await backlog.get()]
-            with suppress(TimeoutError):
-                async with asyncio.timeout(spoke_at + TOGETHER_S - time.monotonic()):
-                    await router.urgent.wait()
+            await happens(router.urgent, spoke_at + TOGETHER_S - time.monotonic())
             router.urgent.clear()
             while not backlog.empty():
                 news.append(backlog.get_nowait())

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import DeadlineExceeded, Draining, InvalidRequest
 from cluster.process.life import Drain
-from cluster.process.tasks import Endable, Tasks, end_task
+from cluster.process.tasks import Endable, Tasks
 from router.admission.arrivals import Arrival
 from router.frontend.http.body.fields import encoding_of, inflated
 from router.frontend.http.errors import CALLER, Caller, ErrorAnswer, HttpRefusal
@@ -125,7 +125,8 @@ class Exchange:
         if self._beats is None:
             return
         beats, self._beats = self._beats, None
-        await end_task(beats)
+        beats.cancel()
+        await asyncio.wait([beats])
         if not beats.cancelled():
             beats.result()
         self.sending = False
