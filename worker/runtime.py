@@ -242,13 +242,13 @@ class WorkerRuntime:
 
     async def stop(self) -> None:
         await self._memberships.leave()
-        await self._context.fetches.close()
         await self._discovery.close()
         self._stream_server.close()
         await self._server.stop(grace_s=0.5)
         await self._context.roles.switches.close()
         await self._metrics.close()
         await self._context.engine.stop()
+        await self._context.fetches.close()  # after the engine, which may want items until then
 
 
 class StopRequest:
