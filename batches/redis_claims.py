@@ -9,6 +9,7 @@ from collections.abc import Callable
 from batches.claims import Claim, Claims
 from batches.storage.file_store import BatchFolder
 from cluster.network.redis_link import RedisFailure, RedisLink
+from cluster.process.tasks import Tasks
 
 log = logging.getLogger(__name__)
 EXPIRY_S = 15.0
@@ -110,15 +111,12 @@ class _Lease(Claim):
         self.holder = secrets.token_hex(16)
         self.renewed_at = now
         """Time before the last call that renewed it."""
-        self._keeping: asyncio.Task[None] | None = None
+        self._keeping = Tasks("a lease is renewed no more")
 
     def keep(self) -> None:
         """Renew the lease from now on."""
-        self._keeping = asyncio.ensure_future(self._claims.renew(self))
-        self._keeping.add_done_callback(lambda _: self.lost.set())
+        self._keeping.spawn(self._claims.renew(self)).add_done_callback(lambda _: self.lost.set())
 
     async def release(self) -> None:
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._keeping.close()
         await self._claims.drop(self)

@@ -9,6 +9,7 @@ import aiohttp
 from batches.lines import LineAnswer, LineRequest
 from cluster.errors import Overloaded, TandemError, Unavailable
 from cluster.process.life import Drain
+from cluster.process.tasks import Tasks, failure_of
 from router.batches.link import HEALTH, LINE, ROUTER_SOCKET, OnBehalf, RouterLink
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class RouterClient:
         self._link = link
         self._look_s, self._away_s = look_s, away_s
         self._pace = StartPace()
+        self._tasks = Tasks()
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -79,21 +81,17 @@ class RouterClient:
 
     def watch(self, drain: Drain) -> None:
         """Begin to follow the router: a drain begins while it is stopping, and is over while it gives no answer."""
-        self._watching = asyncio.ensure_future(self._watch(drain))
+        self._watching = self._tasks.spawn(self._watch(drain))
 
     async def failed(self) -> TandemError:
         """Return the error when the router cannot be watched, such as one of another version."""
         assert self._watching is not None, "it was begun"
-        await asyncio.wait([self._watching])
-        if self._watching.cancelled() or (error := self._watching.exception()) is None:
-            await asyncio.get_running_loop().create_future()  # it was told to end
+        error = await failure_of(self._watching)
         return error if isinstance(error, TandemError) else TandemError(f"the watch over the router ended: {error!r}")
 
     async def unwatch(self) -> None:
         """Leave the drain as it is."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        await self._tasks.close()
 
     async def _watch(self, drain: Drain) -> None:
         while True:

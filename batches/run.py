@@ -1,7 +1,6 @@
 """One claimed batch, taken from step to step until it has ended, the claim is lost, or no line may start."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
@@ -9,7 +8,6 @@ import secrets
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from batches.claims import Claim
 from batches.lines import (
@@ -32,6 +30,7 @@ from cluster import logs
 from cluster.errors import ServiceError
 from cluster.fair_turns import FairTurns
 from cluster.process.life import Drain
+from cluster.process.tasks import Tasks, all_of, happens
 
 log = logging.getLogger(__name__)
 
@@ -196,10 +195,9 @@ class Run:
     async def _work_on(self, lines: _Lines) -> None:
         numbers = lines.left()
         num_workers = min(self._around.concurrency, lines.tally.num_left)
-        workers = [asyncio.ensure_future(self._work(lines, numbers)) for _ in range(num_workers)]
-        working: asyncio.Future[Any] = asyncio.gather(*workers)
-        watching: asyncio.Future[Any] = asyncio.ensure_future(self._watch(lines))
-        try:
+        async with Tasks() as tasks:
+            working = tasks.spawn(all_of(self._work(lines, numbers) for _ in range(num_workers)))
+            watching = tasks.spawn(self._watch(lines))
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 await watching
@@ -207,10 +205,6 @@ class Run:
                     await working  # lines in flight finish while the router waits for them
             else:
                 await working
-        finally:
-            for task in (watching, *workers):
-                task.cancel()
-            await asyncio.gather(watching, working, *workers, return_exceptions=True)  # raised above, where it counts
 
     async def _watch(self, lines: _Lines) -> None:
         """Return when the batch may not go on, for whatever reason."""
@@ -229,9 +223,7 @@ class Run:
                 await asyncio.to_thread(self._batch.show_progress, progress)
                 shown = progress
             self._looking.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(around.look_s, left_s)):
-                    await self._looking.wait()
+            await happens(self._looking, min(around.look_s, left_s))
 
     async def _work(self, lines: _Lines, numbers: Iterator[int]) -> None:
         for number in numbers:  # one iterator for all workers
@@ -261,19 +253,11 @@ class Run:
                 except ServiceError as error:
                     pause_s = wait_s(error, num_tries, random.random())
                     log.info("%s, line %d: next attempt in %.3g s: %s", made.id, number, pause_s, error)
-            if await self._stops_within(pause_s):
+            if await happens(self._stopping, pause_s):
                 return
         output_line = answered(made.id, number, custom_id, request_id, answer)
         await lines.answers.append(encoded(number, answer.failed, output_line))
         lines.tally.count(number, answer.failed)
-
-    async def _stops_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 def _read(lines: _Lines, number: int) -> tuple[str, bytes]:

@@ -1,7 +1,6 @@
 """All batches that a process runs: it looks for open ones, claims them, and runs several at a time."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -10,6 +9,7 @@ from batches.claims import Claims
 from batches.run import Run, Surroundings
 from batches.storage.file_store import BatchFolder, BatchStore
 from cluster.errors import TandemError
+from cluster.process.tasks import Tasks, happens
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,9 @@ class BatchRunner:
         self._batches = batches
         self._claims = claims
         self._around = around
-        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._scanning = Tasks("no batch is looked for any more")
+        self._running = Tasks("a batch is run no more")
+        self._runs: set[str] = set()
         self._claimed: dict[str, Run] = {}
         self._tenants: Counter[str] = Counter()
         """Runs by the name of their tenant's folder."""
@@ -38,10 +40,9 @@ class BatchRunner:
         """Times from which batches that failed may be taken up again."""
         self._woken = asyncio.Event()
         self._clean_at = 0.0
-        self._scanning: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._scanning = asyncio.ensure_future(self._scan())
+        self._scanning.spawn(self._scan())
 
     def changed(self, batch_id: str) -> None:
         """Look at once at a batch that was made or cancelled."""
@@ -51,15 +52,12 @@ class BatchRunner:
 
     async def idle(self, timeout_s: float) -> None:
         """Wait until no run is left, for so long at most."""
-        if self._runs:
-            await asyncio.wait(self._runs.values(), timeout=timeout_s)
+        await self._running.join(timeout_s)
 
     async def close(self) -> None:
         """Stop all runs where they are; another process takes them up."""
-        tasks = [*self._runs.values(), *([] if self._scanning is None else [self._scanning])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._scanning.close()
+        await self._running.close()
         await self._claims.close()
 
     async def _scan(self) -> None:
@@ -71,9 +69,7 @@ class BatchRunner:
                 log.error("batches_folder cannot be read: %s", error)
             except Exception:  # a bug here must not end all batches
                 log.exception("the search for batches failed")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(SCAN_S):
-                    await self._woken.wait()
+            await happens(self._woken, SCAN_S)
 
     async def _look(self) -> None:
         """Begin runs of batches that nobody runs."""
@@ -91,7 +87,8 @@ class BatchRunner:
             if batch.id in self._runs or is_full or self._resting.get(batch.id, now) > now:
                 continue
             self._tenants[batch.tenant_key] += 1
-            self._runs[batch.id] = asyncio.ensure_future(self._run(batch))
+            self._runs.add(batch.id)
+            self._running.spawn(self._run(batch))
 
     async def _run(self, batch: BatchFolder) -> None:
         try:
@@ -105,7 +102,7 @@ class BatchRunner:
         else:
             self._resting.pop(batch.id, None)
         finally:
-            del self._runs[batch.id]
+            self._runs.discard(batch.id)
             self._tenants[batch.tenant_key] -= 1
             if not self._tenants[batch.tenant_key]:
                 del self._tenants[batch.tenant_key]

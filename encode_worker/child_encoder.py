@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from cluster.errors import InvalidRequest, StartError, Unavailable
+from cluster.process.tasks import Tasks
 from engine.config import WorkerConfig
 from engine.media import Embeddings
 from kvcache.items import Item
@@ -25,7 +26,7 @@ class ChildEncoder:
         self._config = config
         self._turn = asyncio.Lock()
         self._child: Child | None = None
-        self._watch: asyncio.Task[None]
+        self._tasks = Tasks("the encoder is started no more")
         self.fingerprint = b""
 
     @property
@@ -38,7 +39,7 @@ class ChildEncoder:
         Raises StartError.
         """
         await self._start()
-        self._watch = asyncio.ensure_future(self._keep_alive())
+        self._tasks.spawn(self._keep_alive())
 
     async def encode(self, item: Item, blob: bytes) -> Embeddings:
         """Return an item's embeddings.
@@ -67,7 +68,7 @@ class ChildEncoder:
         return Embeddings(str(answer.values["dtype"]), tuple(answer.values["shape"]), answer.parts[0])
 
     async def close(self) -> None:
-        self._watch.cancel()
+        await self._tasks.close()
         if (child := self._child) is not None:
             await child.end()
 

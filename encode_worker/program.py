@@ -85,6 +85,7 @@ async def start_encode_worker(config: EncoderConfig) -> EncodeWorker:
         parts.push_async_callback(encoder.close)
         calls = Drain()
         service = EncodeService(encoder, Channels(member), config.embeddings_memory_mib << 20, calls)
+        parts.push_async_callback(service.tasks.close)
         server = Server(member.credentials if member else None)
         encode_pb2_grpc.add_EncodeServicer_to_server(service, server.grpc)
         port = await server.start(config.host, config.port, [NAME])

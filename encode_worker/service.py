@@ -11,6 +11,7 @@ from cluster.logs import request_id
 from cluster.network.error_status import end_call
 from cluster.network.rpc import Channels
 from cluster.process.life import Drain
+from cluster.process.tasks import Tasks, log_bugs
 from encode_worker.child_encoder import ChildEncoder
 from engine.media import Embeddings
 from kvcache.item_messages import read_items
@@ -48,6 +49,7 @@ class EncodeService(pb_grpc.EncodeServicer):
         self.num_bytes = 0
         """Bytes of all known embeddings."""
         self.num_computed = self.num_found = 0
+        self.tasks = Tasks(log_bugs("an item could not be encoded"))
         self._computing: dict[bytes, asyncio.Task[_Known]] = {}
         """Items that are being encoded, so that several callers cost one computation."""
 
@@ -82,7 +84,7 @@ class EncodeService(pb_grpc.EncodeServicer):
             self._known.move_to_end(item.identifier)
             return known
         if (task := self._computing.get(item.identifier)) is None:
-            task = self._computing[item.identifier] = asyncio.ensure_future(self._compute(item))
+            task = self._computing[item.identifier] = self.tasks.spawn(self._compute(item))
             task.add_done_callback(lambda _: self._computing.pop(item.identifier))
         return await asyncio.shield(task)
 

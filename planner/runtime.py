@@ -20,6 +20,7 @@ from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import Server, channel
 from cluster.network.tls import TlsIdentity, member_of
 from cluster.process.life import Addresses, SignalledRole
+from cluster.process.tasks import Tasks, all_of, failure_of
 from cluster.roles import ROLES, Role
 from cluster.settings import DiscoverySettings, HealthSettings, HostSettings, LogSettings, MetricsSettings
 from planner.config import PolicyConfig
@@ -193,7 +194,8 @@ class Planner(SignalledRole):
         self._watch = RouterPoller(config, member_of(config))
         self._state: PolicyState | None = None
         self._looked_at = -math.inf
-        self._tasks = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._run())]
+        self._tasks = Tasks("the planner failed")
+        self._running = self._tasks.spawn(all_of([self._follow(), self._run()]))
 
     def ready(self) -> bool:
         """Whether one of the last rounds saw the pools."""
@@ -201,26 +203,18 @@ class Planner(SignalledRole):
 
     async def failed(self) -> TandemError:
         """Return only on a bug: no outside event ends a planner."""
-        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            if (error := task.exception()) is not None:
-                log.error("the planner failed", exc_info=error)
-                return TandemError(f"the planner failed: {error!r}")
-        return await super().failed()
+        return TandemError(f"the planner failed: {await failure_of(self._running)!r}")
 
     async def drain(self) -> None:
         """Do nothing; there is no work to finish."""
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self._parts.aclose()
 
     async def _follow(self) -> None:
         async for addresses in self._discovery.listings():
             self._watch.roster.listed(addresses, self._watch.answering)
-        await asyncio.get_running_loop().create_future()  # addresses in the settings never change
 
     async def _run(self) -> None:
         while True:

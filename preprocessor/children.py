@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.errors import InvalidRequest, ServiceError, StartError, Unavailable
+from cluster.errors import InvalidRequest, StartError, Unavailable
 from cluster.fair_turns import FairTurns
+from cluster.process.tasks import Tasks, all_of, log_bugs
 from engine.config import WorkerConfig
 from engine.media import (
     MAX_THUMBNAIL_BYTES,
@@ -140,7 +141,7 @@ class Children:
         self._turns = FairTurns(processes, max(1, processes - 1))
         self._idle: asyncio.Queue[Child] = asyncio.Queue()
         self._all: set[Child] = set()
-        self._tasks: set[asyncio.Future[Any]] = set()
+        self._tasks = Tasks(log_bugs("a process that makes media ready was lost"))
         """Watches over children, and requests whose callers may have left."""
         self._fault: StartError | None = None
         """Reason why the last start failed; None where it did not."""
@@ -156,7 +157,7 @@ class Children:
         """Start all children. Raises StartError."""
         first = await self._start_one()
         self.modalities = {kind: Modality(*each) for kind, each in first.ready["modalities"].items()}
-        await asyncio.gather(*(self._start_one() for _ in range(self._config.processes - 1)))
+        await all_of(self._start_one() for _ in range(self._config.processes - 1))
 
     async def process(
         self, tenant: str, token_ids: Sequence[int], media: Sequence[MediaInput], thumbnails: bool = False
@@ -173,8 +174,7 @@ class Children:
         values = {"kinds": kinds, "limits": limits, "thumbnails": thumbnails}
         frame = Frame(values, [prompt, *(each.data for each in media)])
         begun = asyncio.Event()
-        work = asyncio.ensure_future(self._work(tenant, frame, begun))
-        self._keep(work)
+        work = self._tasks.spawn(self._work(tenant, frame, begun))
         try:
             answer = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -185,10 +185,8 @@ class Children:
 
     async def close(self) -> None:
         """End all children."""
-        tasks, children = list(self._tasks), list(self._all)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        children = list(self._all)
+        await self._tasks.close()
         await asyncio.gather(*(child.end() for child in children))
 
     async def _work(self, tenant: str, frame: Frame, begun: asyncio.Event) -> Processed:
@@ -237,7 +235,7 @@ class Children:
         child = await Child.start(self._worker, self._config.child_memory_mib)
         self._all.add(child)
         self._idle.put_nowait(child)
-        self._keep(asyncio.ensure_future(self._watch(child)))
+        self._tasks.spawn(self._watch(child))
         return child
 
     async def _watch(self, child: Child) -> None:
@@ -256,15 +254,6 @@ class Children:
                 self._fault = None
                 self.num_restarts += 1
                 return
-
-    def _keep(self, task: "asyncio.Future[Any]") -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: "asyncio.Future[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, ServiceError):
-            log.error("a process that makes media ready was lost", exc_info=error)
 
 
 def read_answer(answer: Frame) -> Processed | MediaRefused:

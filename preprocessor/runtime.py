@@ -3,7 +3,6 @@
 Prometheus metrics of a preprocessor, read when they are scraped.
 """
 
-import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -15,6 +14,7 @@ from cluster.metrics import MetricsServer, new_registry
 from cluster.network.rpc import MAX_MESSAGE_BYTES, Server
 from cluster.network.tls import member_of
 from cluster.process.life import Addresses, Drain, SignalledRole
+from cluster.process.tasks import all_of
 from engine.model.hub import CONFIG_FILES, fetch_beside
 from preprocessor.blobs import BlobStore
 from preprocessor.children import Children
@@ -114,7 +114,7 @@ async def start_preprocessor(config: PreprocessorConfig, fetcher: Fetcher | None
             directory = await fetch_beside(entry.path, CONFIG_FILES)
             models[entry.served_name] = Children(config, config.worker_config(directory))
             parts.push_async_callback(models[entry.served_name].close)
-        await asyncio.gather(*(children.start() for children in models.values()))
+        await all_of(children.start() for children in models.values())
         blobs, requests = BlobStore(config.blob_memory_mib << 20), Drain()
         service = PreprocessService(config, models, fetcher, blobs, requests)
         server = Server(member.credentials if member else None, max_message_bytes=MAX_FILES_BYTES + MAX_MESSAGE_BYTES)

@@ -15,6 +15,7 @@ from cluster.fair_turns import FairTurns
 from cluster.logs import request_id
 from cluster.network.error_status import end_call
 from cluster.process.life import Drain
+from cluster.process.tasks import all_of
 from engine.media import MediaInput, MediaKind
 from kvcache.items import IDENTIFIER_BYTES
 from preprocessor.blobs import BlobStore, Lease, Shares
@@ -219,12 +220,7 @@ class PreprocessService:
             async with self._fetch_turns.turn(tenant):
                 return await self._fetcher.fetch(each.url, f"media[{place}]")
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(file_of(place, each)) for place, each in enumerate(media)]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        files = [task.result() for task in tasks]
+        files = await all_of(file_of(place, each) for place, each in enumerate(media))
         if (place := next((place for place, file in enumerate(files) if not file), None)) is not None:
             raise InvalidRequest(f"media[{place}]", "the file is empty")
         _check_total(map(len, files))

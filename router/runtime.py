@@ -1,6 +1,5 @@
 """Assembly and life of a router process."""
 
-import asyncio
 import logging
 import secrets
 import sys
@@ -17,6 +16,7 @@ from cluster.network.rpc import Server
 from cluster.network.tls import Credentials, MemberIdentity
 from cluster.process.life import Addresses, Drain, SignalledRole
 from cluster.process.loop_watch import watch_loop
+from cluster.process.tasks import first_of
 from protos import membership_pb2_grpc as pb_grpc
 from router.admission.arrivals import Arrivals
 from router.admission.dispatcher import Dispatcher
@@ -90,15 +90,7 @@ class Router(SignalledRole):
     async def failed(self) -> TandemError:
         """Return the error when the HTTP server failed, or the sources of stock servers did."""
         parts = [part for part in (self._http, self._fleet) if part is not None]
-        if not parts:
-            return await super().failed()
-        waits = [asyncio.ensure_future(part.failed()) for part in parts]
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for wait in waits:
-                wait.cancel()
+        return await first_of(*(part.failed() for part in parts)) if parts else await super().failed()
 
     async def drain(self) -> None:
         """Refuse new requests, finish streams for `drain_s`, and end the rest with an error that says so."""
@@ -145,6 +137,7 @@ async def start_router(config: RouterConfig) -> Router:
         parts.push_async_callback(discovery.close)
         incarnation = secrets.token_bytes(16)
         tenant_limits = TenantLimits(config, await _open_ledger(config, parts))
+        parts.push_async_callback(tenant_limits.close)
         models = serve_models(config, files, tenant_limits, incarnation, member)
         for model in models:
             parts.push_async_callback(model.close)

@@ -13,6 +13,7 @@ from cluster.network.rpc import Server
 from cluster.network.tls import member_of
 from cluster.process.life import Addresses
 from cluster.process.loop_watch import watch_loop
+from cluster.process.tasks import Tasks
 from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.messages.from_engine import FromEngine, NodeLinked, StartFailed
@@ -56,7 +57,8 @@ class HeadlessNode:
         self.addresses = Addresses(address)
         self._spec, self._server = spec, server
         self._present: _Incarnation | None = None
-        self._running = asyncio.ensure_future(self._run())
+        self._tasks = Tasks()
+        self._running = self._tasks.spawn(self._run())
 
     def ready(self) -> bool:
         """Whether the node is linked with node 0."""
@@ -74,7 +76,7 @@ class HeadlessNode:
         await self._server.announce_stop()
 
     async def stop(self) -> None:
-        self._running.cancel()
+        await self._tasks.close()
         if self._present is not None:
             await self._present.engine.stop()
         await self._server.stop(grace_s=0.5)

@@ -16,6 +16,7 @@ import uvloop
 
 from cluster.config import secrets_of, to_overrides
 from cluster.launch import launch
+from cluster.process.tasks import Tasks
 from cluster.process.tree import die_with_parent
 from cluster.roles import Role
 from engine.config import WorkerConfig
@@ -70,16 +71,16 @@ async def _run(configs: Sequence[WorkerConfig], role: Role) -> int:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, tell, signum)
-    announcing = asyncio.ensure_future(_announce(processes))
-    ends = [asyncio.ensure_future(process.wait()) for process in processes]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    code = next((end.result() for end in ends if end.done() and end.result()), 0)
-    if code:
-        tell(signal.SIGTERM)
-        await asyncio.wait(ends, timeout=END_S)
-        tell(signal.SIGKILL)
-    await asyncio.wait(ends)
-    announcing.cancel()
+    async with Tasks() as tasks:
+        tasks.spawn(_announce(processes))
+        ends = [tasks.spawn(process.wait()) for process in processes]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        code = next((end.result() for end in ends if end.done() and end.result()), 0)
+        if code:
+            tell(signal.SIGTERM)
+            await asyncio.wait(ends, timeout=END_S)
+            tell(signal.SIGKILL)
+        await asyncio.wait(ends)
     return code or next((end.result() for end in ends if end.result()), 0)
 
 

@@ -21,6 +21,7 @@ from cluster.network.rpc import PROTOCOL, Server
 from cluster.network.tls import MemberIdentity, member_of
 from cluster.process.life import Addresses, Drain
 from cluster.process.loop_watch import watch_loop
+from cluster.process.tasks import first_of, happens
 from cluster.roles import ON_WIRE, Role
 from engine.config import WorkerConfig
 from engine.core_types import Pooler
@@ -202,26 +203,11 @@ class WorkerRuntime:
 
     async def failed(self) -> TandemError:
         """Return the error when the engine died, or a router refuses this worker for good."""
-        causes: list[asyncio.Future[TandemError]] = [
-            self._context.engine.died,
-            asyncio.ensure_future(self._memberships.failed()),
-        ]
-        try:
-            done, _ = await asyncio.wait(causes, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            causes[1].cancel()
-        return done.pop().result()
+        return await first_of(self._context.engine.failed(), self._memberships.failed())
 
     async def stop_requested(self) -> None:
         """Return when a stop was requested, of this worker or of another one of its data-parallel group."""
-        causes = [
-            asyncio.ensure_future(each.wait()) for each in (self._leaving.told, self._context.engine.group_drains)
-        ]
-        try:
-            await asyncio.wait(causes, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for cause in causes:
-                cause.cancel()
+        await first_of(self._leaving.told.wait(), self._context.engine.group_drains.wait())
 
     async def drain(self) -> None:
         """Refuse new work, finish work for `drain_s`, hand over the rest, and stay readable while blocks are read.
@@ -236,9 +222,7 @@ class WorkerRuntime:
         await self._empty()
         if config.group:
             engine.send(DrainGroup(is_empty=True))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(config.drain_s + READABLE_S + END_S):
-                    await engine.group_is_over.wait()
+            await happens(engine.group_is_over, config.drain_s + READABLE_S + END_S)
 
     async def _empty(self) -> int:
         """Drain without leaving; return the number of requests handed over."""
@@ -258,12 +242,13 @@ class WorkerRuntime:
 
     async def stop(self) -> None:
         await self._memberships.leave()
-        self._context.fetches.close()
         await self._discovery.close()
         self._stream_server.close()
         await self._server.stop(grace_s=0.5)
+        await self._context.roles.switches.close()
         await self._metrics.close()
         await self._context.engine.stop()
+        await self._context.fetches.close()  # after the engine, which may want items until then
 
 
 class StopRequest:
@@ -313,7 +298,7 @@ async def start_worker(
         start = Start(time.monotonic() - began_at - ready.warm_up_s, ready.warm_up_s, weights)
         log.info("started in %s", start)
         fetches = ItemFetches(engine, member)
-        undo.callback(fetches.close)
+        undo.push_async_callback(fetches.close)
         engine.on_items_wanted = fetches.start
         requests, loans = Drain(), LentLoans(engine)
         say_role = register(

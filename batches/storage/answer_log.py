@@ -13,6 +13,7 @@ from pathlib import Path
 
 from batches.state import Progress
 from batches.storage.disk import Disk
+from cluster.process.tasks import Tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,8 @@ class AnswerLog:
         self._disk = disk
         self._fd = fd
         self._unwritten: list[tuple[bytes, asyncio.Future[None]]] = []
-        self._writing: asyncio.Task[None] | None = None
+        self._tasks = Tasks("answers could not be written")
+        self._is_writing = False
         self._failure: Exception | None = None
 
     async def append(self, line: bytes) -> None:
@@ -110,14 +112,14 @@ class AnswerLog:
             raise self._failure
         written = asyncio.get_running_loop().create_future()
         self._unwritten.append((line, written))
-        if self._writing is None:
-            self._writing = asyncio.ensure_future(self._write())
+        if not self._is_writing:
+            self._is_writing = True
+            self._tasks.spawn(self._write())
         await asyncio.shield(written)
 
     async def close(self) -> None:
         """Write what was appended, and close the file."""
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
+        await self._tasks.join()
         os.close(self._fd)
 
     async def _write(self) -> None:
@@ -136,7 +138,7 @@ class AnswerLog:
                 else:
                     written.set_exception(self._failure)
                     written.exception()  # a task that was cancelled meanwhile does not ask for it
-        self._writing = None
+        self._is_writing = False
 
     def _append(self, content: bytes) -> None:
         self._disk.write(self._fd, content)

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from cluster.discovery.discovery import Discovery, RouterEntry
 from cluster.errors import StartError
 from cluster.network.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
+from cluster.process.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class RedisDiscovery(Discovery):
         self._failure = ""
         """Failure that was logged last; empty while Redis answers."""
         self._entry = ""
-        self._announcing: asyncio.Task[None] | None = None
+        self._tasks = Tasks("this router is announced no more")
 
     async def start(self) -> None:
         try:
@@ -69,18 +70,17 @@ class RedisDiscovery(Discovery):
             self._failed(error)
 
     def announce(self, router: RouterEntry) -> None:
-        assert self._announcing is None
+        assert not self._entry
         self._entry = json.dumps(asdict(router), sort_keys=True)
-        self._announcing = asyncio.ensure_future(self._announce())
+        self._tasks.spawn(self._announce())
 
     async def withdraw(self) -> None:
-        if self._announcing is None:
+        entry, self._entry = self._entry, ""
+        if not entry:
             return
-        self._announcing.cancel()
-        await asyncio.gather(self._announcing, return_exceptions=True)
-        self._announcing = None
+        await self._tasks.close()
         try:
-            await self._link.run(_WITHDRAW, [self._key], [self._entry])
+            await self._link.run(_WITHDRAW, [self._key], [entry])
         except RedisFailure as error:
             log.info("this router's entry in Redis was not removed and expires by itself: %s", error)
 
@@ -92,9 +92,7 @@ class RedisDiscovery(Discovery):
             await self._pause()
 
     async def close(self) -> None:
-        if self._announcing is not None:
-            self._announcing.cancel()
-            await asyncio.gather(self._announcing, return_exceptions=True)
+        await self._tasks.close()
         with contextlib.suppress(OSError):
             await self._link.close()
 

@@ -12,6 +12,7 @@ import uvicorn
 
 from cluster.errors import StartError, TandemError
 from cluster.network.tls import Credentials
+from cluster.process.tasks import Tasks, failure_of
 
 BACKLOG = 2048
 SEND_BUFFER = 256 << 10
@@ -49,6 +50,7 @@ class HttpServer:
         self._credentials = credentials
         self._options = options
         self._server: _Server | None = None
+        self._tasks = Tasks()
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, app: Any) -> None:
@@ -70,15 +72,12 @@ class HttpServer:
             # uvicorn's own context would never read the certificate files again
             config.ssl = self._credentials.for_http()
         self._server = _Server(config)
-        self._serving = asyncio.ensure_future(self._server.serve([self._socket]))
+        self._serving = self._tasks.spawn(self._server.serve([self._socket]))
 
     async def failed(self) -> TandemError:
         """Return when the server ended by itself."""
         assert self._serving is not None, "it was started"
-        await asyncio.wait([self._serving])
-        if self._serving.cancelled() or (error := self._serving.exception()) is None:
-            await asyncio.get_running_loop().create_future()  # the server was closed
-        return TandemError(f"the HTTP server ended: {error!r}")
+        return TandemError(f"the HTTP server ended: {await failure_of(self._serving)!r}")
 
     async def close(self) -> None:
         """Stop the server; requests should be over by now."""

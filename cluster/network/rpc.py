@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.errors import StartError
 from cluster.network.tls import Credentials, TlsIdentity
+from cluster.process.tasks import Tasks
 from cluster.settings import HealthSettings
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -114,7 +115,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         self._services: list[str] = []
         self._stopping = False
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks = Tasks("readiness is reported no more")
         self._health_only: grpc.aio.Server | None = None
 
     async def start(self, host: str, port: int, services: Sequence[str], setting: str = "port") -> int:
@@ -162,7 +163,7 @@ class Server:
         `ready` is polled: whether this process can do new work.
         """
         await self._set(health_pb2.HealthCheckResponse.SERVING)
-        self._watching = asyncio.ensure_future(self._watch(ready))
+        self._tasks.spawn(self._watch(ready))
 
     async def announce_stop(self) -> None:
         """Report liveness only from now on; calls go on as before."""
@@ -171,8 +172,7 @@ class Server:
         await self._health.set(READINESS, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        await self._tasks.close()
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
         if self._health_only is not None:
@@ -315,7 +315,7 @@ class Channels:
         self._idle_s = idle_s
         self._connect = connect
         self._links: dict[str, _Link] = {}
-        self._closing: set[asyncio.Future[None]] = set()
+        self._closing = Tasks("a channel could not be closed")
 
     @contextmanager
     def using(self, address: str) -> Iterator[grpc.aio.Channel]:
@@ -361,9 +361,7 @@ class Channels:
         link = self._links.pop(address)
         if link.closing is not None:
             link.closing.cancel()
-        closing = asyncio.ensure_future(link.channel.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._closing.spawn(link.channel.close())
 
 
 def bind_reason(host: str, port: int) -> str:

@@ -4,20 +4,20 @@
 """
 
 import asyncio
-import contextlib
 import json
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvloop
 
 from cluster.errors import TandemError
 from cluster.process.loop_watch import excuse_standstill
 from cluster.process.memory import spare_the_started
+from cluster.process.tasks import Tasks, happens
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class SignalledRole:
         await asyncio.get_running_loop().create_future()
 
 
-def run_role(start: Callable[[], Awaitable[Running]]) -> int:
+def run_role(start: Callable[[], Coroutine[Any, Any, Running]]) -> int:
     """Run one role to its end and return the exit code.
 
     The first SIGINT or SIGTERM drains and stops it; a second one ends the process at once.
@@ -88,7 +88,7 @@ def run_role(start: Callable[[], Awaitable[Running]]) -> int:
         return 2
 
 
-async def _run(start: Callable[[], Awaitable[Running]]) -> int:
+async def _run(start: Callable[[], Coroutine[Any, Any, Running]]) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -100,16 +100,28 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, told)
-    starting = asyncio.ensure_future(start())
-    stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():
-        starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await starting
-        return 0
-    role = starting.result()
-    where = role.addresses
+    async with Tasks() as tasks:
+        starting, stopping = tasks.spawn(start()), tasks.spawn(stop.wait())
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return 0
+        role = starting.result()
+        _announce(role.addresses)
+        failing, requested = tasks.spawn(role.failed()), tasks.spawn(role.stop_requested())
+        await asyncio.wait([failing, stopping, requested], return_when=asyncio.FIRST_COMPLETED)
+        draining = tasks.spawn(role.drain())
+        if not failing.done():
+            await asyncio.wait([failing, draining], return_when=asyncio.FIRST_COMPLETED)
+        failure = failing.result() if failing.done() else None
+        if failure is None:
+            draining.result()
+    await role.stop()
+    if failure is not None:
+        raise failure
+    return 0
+
+
+def _announce(where: Addresses) -> None:
     ready = {"event": "ready", "address": where.grpc, "http": where.http, "metrics": where.metrics}
     ready["internal"] = where.internal
     if where.picker:
@@ -117,20 +129,6 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
     spare_the_started()
     excuse_standstill()
     print(json.dumps(ready), flush=True)
-    failing = asyncio.ensure_future(role.failed())
-    requested = asyncio.ensure_future(role.stop_requested())
-    await asyncio.wait([failing, stopping, requested], return_when=asyncio.FIRST_COMPLETED)
-    draining = asyncio.ensure_future(role.drain())
-    if not failing.done():
-        await asyncio.wait([failing, draining], return_when=asyncio.FIRST_COMPLETED)
-    failure = failing.result() if failing.done() else None
-    for task in (failing, stopping, requested, draining):
-        task.cancel()
-    await asyncio.gather(draining, return_exceptions=failure is not None)
-    await role.stop()
-    if failure is not None:
-        raise failure
-    return 0
 
 
 class Drain:
@@ -191,14 +189,7 @@ class Drain:
 
         Returns False if some call still is after `timeout_s`.
         """
-        if not self._ends:
-            return True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await happens(self._idle, timeout_s)
 
     def end_all(self) -> int:
         """End all calls in flight and return their number."""

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from types import FrameType
 from weakref import WeakKeyDictionary
 
+from cluster.process.tasks import Tasks
+
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
@@ -72,7 +74,8 @@ class _Ticking:
         self._garbage_began_at = self._garbage_s = 0.0
         self._over = threading.Event()
         gc.callbacks.append(self._collecting)
-        self._task = asyncio.ensure_future(self._tick())
+        self._tasks = Tasks("the event loop is watched no more")  # until the loop ends
+        self._tasks.spawn(self._tick())
         threading.Thread(target=self._look, name="loop-watch", daemon=True).start()
 
     async def _tick(self) -> None:

@@ -15,6 +15,7 @@ import aiohttp
 from yarl import URL
 
 from cluster.errors import StartError, Unavailable
+from cluster.process.tasks import Tasks
 from router.batches.link import BATCHES_SOCKET, CALLER, Link, OnBehalf
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class BatchesProcess:
             limit = f"with /{BATCHES_SOCKET} it may have {MAX_PATH_BYTES} bytes at most"
             raise StartError("batches_link", f"{self.folder} is too long: {limit}")
         self._process: subprocess.Popen[bytes] | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._tasks = Tasks("the process of files and batches is not started again")
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -66,7 +67,7 @@ class BatchesProcess:
         self.link.write(self.folder)
         if self._is_own:
             await self._start()
-            self._keeping = asyncio.ensure_future(self._keep())
+            self._tasks.spawn(self._keep())
 
     async def call(
         self,
@@ -103,9 +104,7 @@ class BatchesProcess:
 
     async def close(self) -> None:
         """End the process, and remove a folder that is this router's own."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._tasks.close()
         if self._process is not None:
             self._process.terminate()
             try:

@@ -16,6 +16,7 @@ from cluster.network.error_status import from_proto
 from cluster.network.mux import MAX_MESSAGE_BYTES, Channel
 from cluster.network.mux_stream import MuxStream
 from cluster.network.tls import MemberIdentity
+from cluster.process.tasks import Tasks
 from protos import decode_pb2 as pb
 from protos import membership_pb2
 
@@ -55,7 +56,8 @@ class DecodeStream:
         self._stream = MuxStream(membership_pb2.StreamOpening(key=key).SerializeToString())
         self._stream.mux.on_note = lambda note: on_event(membership_pb2.WorkerMessage.FromString(note))
         self._stream.on_end.append(self._ended)
-        self._connecting = asyncio.ensure_future(self._connect(connects(self._stream, address, trust), address))
+        self._tasks = Tasks("a connection to a worker was lost")
+        self._tasks.spawn(self._connect(connects(self._stream, address, trust), address))
 
     @property
     def connected(self) -> bool:
@@ -106,7 +108,7 @@ class DecodeStream:
         """Fail all requests with this error."""
         if self.failure is None:
             self.failure = failure
-            self._connecting.cancel()
+            self._tasks.cancel()
             self._stream.end()
             self._on_broken()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.errors import InvalidRequest, ServiceError
 from cluster.network.error_status import to_proto
+from cluster.process.tasks import Tasks
 from protos import inference_pb2 as pb
 from router.request_path.late_messages import joined
 from router.validation import check_whole_answer
@@ -69,16 +70,13 @@ async def generate_batch(batch: pb.GenerateBatchRequest, generate: Generate) -> 
             except Exception as error:  # a bug here, raised below
                 await results.put(error)
 
-    workers = [asyncio.ensure_future(work()) for _ in range(min(concurrent, count))]
-    try:
+    async with Tasks() as tasks:
+        for _ in range(min(concurrent, count)):
+            tasks.spawn(work())
         for _ in range(count):
             if isinstance(result := await results.get(), Exception):
                 raise result
             yield result
-    finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
 
 
 async def _one(number: int, request: pb.GenerateRequest, generate: Generate) -> pb.BatchResult:

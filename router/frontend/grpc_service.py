@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from cluster.fair_turns import FairTurns
 from cluster.logs import from_metadata, traceparent
 from cluster.network.error_status import end_call
 from cluster.process.life import Drain
+from cluster.process.tasks import Endable
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals, RefusalPace
 from router.frontend.batch import generate_batch
@@ -150,7 +151,7 @@ class InferenceService:
                 stream = self._generate(request, context, principal, arrival)
                 async with contextlib.aclosing(stream) as messages:
                     async for batch in messages:
-                        answer.sending = True
+                        answer.sends()
                         if len(batch) == 1:
                             yield batch[0]
                         else:
@@ -180,7 +181,7 @@ class InferenceService:
                 each = generate_batch(request, generate)
                 async with contextlib.aclosing(each) as results:
                     async for result in results:
-                        answer.sending = True
+                        answer.sends()
                         yield result
                         answer.sent()
 
@@ -229,29 +230,20 @@ class InferenceService:
 
     @contextlib.asynccontextmanager
     async def _answering(self, context: Any) -> AsyncIterator["_GrpcReply"]:
-        """Run a stream whose errors become statuses, and which a stopping router ends."""
-        answer = self._new_answer()
+        """Run a call whose errors become statuses, and which a stopping router ends."""
+        answer = _GrpcReply(Draining(f"router {self._router_id} was told to stop"), self._drain.draining)
         # In flight until its client was told how it ended: the server stops as soon as nothing is in flight.
         with self._drain.holding(answer.end):
             try:
-                yield answer
+                async with answer.block:
+                    yield answer
             except ServiceError as error:
-                answer.streaming = False
                 await self._arrivals.pace.wait(error)
                 end_call(context, error)
             except asyncio.CancelledError:
-                answer.streaming = False
-                # gRPC does not tell whether the client left. A client that did reads no status; another was cut off,
-                # by the drain or by a part of this router, and must not read a CANCELLED that it never asked for.
-                answer.task.uncancel()
-                cut = Unavailable(f"router {self._router_id} cut the stream off")
-                end_call(context, answer.stopped if self._drain.over else cut)
-
-    def _new_answer(self) -> "_GrpcReply":
-        """Return the answer of the call that this task serves."""
-        task = asyncio.current_task()
-        assert task is not None
-        return _GrpcReply(task, Draining(f"router {self._router_id} was told to stop"), self._drain.draining)
+                # gRPC does not tell whether the client left. A client that did reads no status; another was cut off by
+                # a part of this router, and must not read a CANCELLED that it never asked for.
+                end_call(context, Unavailable(f"router {self._router_id} cut the stream off"))
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
         principal = self._principal(context)
@@ -269,29 +261,15 @@ class InferenceService:
             reservation=candidates[0].reservation if candidates else "",
         )
 
-    async def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse:
+    async def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse | None:
         traceparent.set(from_metadata(context.invocation_metadata()))
         principal = self._principal(context)
         tenant = tenant_of(pb.GenerateRequest(tenant=request.tenant), principal)
-        async with self._answering_once() as answer:
+        async with self._answering(context) as answer:
             answer.begin()
             with self._arrivals.arriving(tenant) as arrival:
                 arrival.hold(request.ByteSize())
                 return await self._warming.warm(request, context.time_remaining(), principal, arrival)
-
-    @contextlib.asynccontextmanager
-    async def _answering_once(self) -> AsyncIterator["_GrpcReply"]:
-        """Run a call with one answer, which a stopping router ends with Draining."""
-        answer = self._new_answer()
-        with self._drain.holding(answer.end):
-            try:
-                yield answer
-            except asyncio.CancelledError:
-                answer.streaming = False
-                if not self._drain.over:
-                    raise
-                answer.task.uncancel()
-                raise answer.stopped from None
 
     async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:
         principal = self._principal(context)
@@ -337,11 +315,10 @@ class InferenceService:
 class _GrpcReply:
     """A stream of messages, and its end when the router is stopping."""
 
-    task: "asyncio.Task[Any]"
     stopped: Draining
     draining: bool
     """Whether the router was told to stop before."""
-    streaming: bool = True
+    block: Endable = field(default_factory=Endable)
     sending: bool = False
     """Whether gRPC is sending a message on the same task; cancelled there, the call would end without a status."""
     over: bool = False
@@ -352,10 +329,18 @@ class _GrpcReply:
             raise self.stopped
 
     def end(self) -> None:
-        if self.sending:
-            self.over = True
-        elif self.streaming:
-            self.task.cancel()
+        self.over = True
+        if not self.sending:
+            self.block.end(self.stopped)
+
+    def sends(self) -> None:
+        """Begin to send a message.
+
+        Raises Draining.
+        """
+        if self.over:
+            raise self.stopped
+        self.sending = True
 
     def sent(self) -> None:
         """Finish sending a message.

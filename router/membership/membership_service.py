@@ -10,6 +10,7 @@ import grpc
 
 from cluster.errors import ServiceError
 from cluster.network.error_status import to_status
+from cluster.process.tasks import Tasks
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from router.decode_client.inbox import Inbox
@@ -47,7 +48,7 @@ class MembershipService(pb_grpc.MembershipServicer):
     ) -> AsyncIterator[pb.RouterMessage]:
         member: tuple[ModelRuntime, WorkerRecord] | None = None
         inbox: Inbox | None = None
-        following: asyncio.Future[None] | None = None
+        tasks = Tasks()
         try:
             messages = aiter(request_iterator)
             hello = hello_of(await anext(messages, None))
@@ -64,7 +65,7 @@ class MembershipService(pb_grpc.MembershipServicer):
                 router_id=self._router_id, incarnation=self._incarnation, peers=peers, stream_key=worker.stream_key
             )
             yield pb.RouterMessage(welcome=welcome)
-            following = asyncio.ensure_future(inbox.follow(messages))
+            tasks.spawn(inbox.follow(messages))
             model.links.open(worker, inbox)
             while (message := await inbox.get()) is not None:
                 for _ in self._members.absorb(model, worker, message):
@@ -79,12 +80,11 @@ class MembershipService(pb_grpc.MembershipServicer):
             with suppress(grpc.aio.InternalError):  # a worker that leaves has cancelled the call, and reads no status
                 await context.abort_with_status(to_status(error))
         finally:
-            if following is not None:
-                following.cancel()
             if inbox is not None:
                 inbox.close()
             if member is not None:
                 self._members.left(*member)
+            await tasks.close()
 
     async def Members(self, request: pb.MembersRequest, context: Any) -> pb.MembersReply:
         workers = [worker for model in self._models for worker in model.fleet.workers if worker.load is not None]

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from cluster.errors import ServiceError
+from cluster.process.tasks import Tasks
 from protos import inference_pb2 as pb
 from router.models.model_runtimes import ModelRuntimes
 from router.observability.metrics import RouterMetrics
@@ -33,7 +34,7 @@ class Accounting:
     def __init__(self, ledger: UsageLedger, metrics: RouterMetrics) -> None:
         self.ledger = ledger
         self._metrics = metrics
-        self._late: set[asyncio.Task[None]] = set()
+        self._late = Tasks("usage could not be accounted")
 
     async def message(self, prepared: PreparedRequest, emitted: StreamState, message: bytes) -> bool:
         """Account a request whose receipt is in this message; return whether it is."""
@@ -50,13 +51,11 @@ class Accounting:
     def cut_off(self, prepared: PreparedRequest, emitted: StreamState) -> None:
         """Account a request that ended after its first token and without a receipt."""
         entry = self._entry(prepared, len(prepared.prompt), 0, emitted.num_tokens, is_complete=False)
-        task = asyncio.ensure_future(self.ledger.add(entry))  # the request's own task may be ending
-        self._late.add(task)
-        task.add_done_callback(self._late.discard)
+        self._late.spawn(self.ledger.add(entry))  # the request's own task may be ending
 
     async def close(self) -> None:
         """Finish the late entries, then close the ledger."""
-        await asyncio.gather(*self._late)
+        await self._late.join()
         await self.ledger.close()
 
     def _entry(

@@ -4,16 +4,14 @@ Each of these requests takes the ordinary path: charges, quota, admission, place
 usage. A worker that is gone before it holds the blocks is replaced by the next cheapest one.
 """
 
-import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.errors import Incompatible, InvalidRequest, ServiceError, Unavailable
 from cluster.network.error_status import to_proto
+from cluster.process.tasks import all_of
 from kvcache.block_keys import BlockKey
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
@@ -104,7 +102,7 @@ class Warming:
         )
         others = able[wanted:]
         warming = [_one(self._handler, plan, number, able[number], others, principal) for number in range(wanted)]
-        results = await _all(warming)
+        results = await all_of(warming)
         if (failed := [error for _, error in results if error is not None]) and len(failed) == wanted:
             raise failed[0]
         return pb.WarmResponse(
@@ -147,16 +145,6 @@ def _demand_of(prepared: PreparedRequest) -> tuple[Demand, list[BlockKey]]:
 
 
 _Result = tuple[pb.WarmedWorker, ServiceError | None]
-
-
-async def _all(warming: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    tasks = [asyncio.ensure_future(each) for each in warming]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _one(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cluster.errors import ServiceError, StartError, TandemError
+from cluster.process.tasks import Tasks, failure_of
 from engine.model.hub import repository_of
 from router.models.config import FleetConfig, ModelEntry, ModelsConfig
 from router.models.model_runtimes import ModelRuntimes
@@ -27,34 +28,29 @@ class StockFleet:
     def __init__(self, config: FleetConfig, around: Surroundings) -> None:
         self._config = config
         self._around = around
-        self._members: dict[tuple[str, str], tuple[Member, asyncio.Task[None]]] = {}
+        self._members: dict[tuple[str, str], Member] = {}
         """Members by URL and role."""
-        self._ending: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("a stock server is followed no more")
+        self._sources = Tasks()
         self._following: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Follow the sources. Raises StartError where one cannot be followed at all."""
-        self._following = asyncio.ensure_future(self._follow(listings(self._config)))
+        self._following = self._sources.spawn(self._follow(listings(self._config)))
 
     async def close(self) -> None:
         """Leave all servers at once."""
-        tasks = [task for _, task in self._members.values()] + list(self._ending)
-        if self._following is not None:
-            tasks.append(self._following)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._sources.close()
+        await self._tasks.close()
         await self._around.access.close()
         self._around.zmq.destroy(linger=0)
 
     async def failed(self) -> TandemError:
         """Return the error that ended the following of sources; without one this waits for ever."""
         assert self._following is not None
-        try:
-            await asyncio.shield(self._following)
-        except TandemError as error:
+        if isinstance(error := await failure_of(self._following), TandemError):
             return error
-        raise AssertionError("sources do not end")
+        raise error
 
     async def _follow(self, listed: AsyncIterator[tuple[Server, ...]]) -> None:
         async for servers in listed:
@@ -63,23 +59,13 @@ class StockFleet:
     def _update(self, servers: tuple[Server, ...]) -> None:
         listed = {(server.url, server.role): server for server in servers}
         for key in [key for key in self._members if key not in listed]:
-            member, task = self._members.pop(key)
-            member.leave()
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            self._members.pop(key).leave()
         for key, server in listed.items():
             if key in self._members:
-                self._members[key][0].listed(server)
+                self._members[key].listed(server)
             else:
-                member = Member(server, self._around)
-                task = asyncio.ensure_future(member.run())
-                task.add_done_callback(_log_failure)
-                self._members[key] = member, task
-
-
-def _log_failure(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a stock server is followed no more", exc_info=error)
+                member = self._members[key] = Member(server, self._around)
+                self._tasks.spawn(member.run())
 
 
 ASK_AGAIN_S = 1.0
@@ -113,7 +99,8 @@ async def _first_answer(fleet: FleetConfig) -> ServerFacts:
         async for servers in listed:
             latest = servers
 
-    following = asyncio.ensure_future(follow())
+    tasks = Tasks("the sources of stock servers are followed no more")
+    tasks.spawn(follow())
     try:
         while True:
             for server in latest:
@@ -125,7 +112,7 @@ async def _first_answer(fleet: FleetConfig) -> ServerFacts:
                     has_warned = True
             await asyncio.sleep(ASK_AGAIN_S if has_warned else 0.05)
     finally:
-        following.cancel()
+        await tasks.close()
         await access.close()
 
 

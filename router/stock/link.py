@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from cluster.errors import DeadlineExceeded, ServiceError, Unavailable
 from cluster.process.loop_watch import loop_time
+from cluster.process.tasks import Endable, Tasks
 from engine.messages.from_engine import Filled, PromptScored, Token
 from kvcache.block_keys import BlockKey, split_keys
 from loans.account import KvAccount
@@ -314,8 +315,7 @@ class _Attempt:
         self._prompt = prompt
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._answers: list[aiohttp.ClientResponse] = []
-        self._tasks: set[asyncio.Future[Any]] = set()
-        self._is_cut = False
+        self._opening: set[Endable] = set()
         num_tokens = len(prompt) + len(request.emitted_token_ids)
         hits = 0 if request.HasField("lender") else request.placement.predicted_hit_blocks
         self.num_own_tokens = max(1, num_tokens - hits * block_tokens)
@@ -330,11 +330,10 @@ class _Attempt:
 
     def cut(self) -> None:
         """Close all connections, which ends the request at the server."""
-        self._is_cut = True
         for answer in self._answers:
             answer.close()
-        for task in self._tasks:
-            task.cancel()
+        for block in self._opening:
+            block.end(Unavailable(f"{self._where} was left"))
 
     async def messages(self, calls: Sequence[Call]) -> AsyncIterator[list[Message]]:
         """Yield what comes of all calls. Raises ServiceError."""
@@ -352,16 +351,18 @@ class _Attempt:
             except ServiceError as error:
                 queue.put_nowait(error)
 
-        self._tasks.update(asyncio.ensure_future(follow(call)) for call in calls)
-        num_open = len(calls)
-        while num_open:
-            match await queue.get():
-                case None:
-                    num_open -= 1
-                case ServiceError() as error:
-                    raise error
-                case messages:
-                    yield messages
+        async with Tasks() as tasks:
+            for call in calls:
+                tasks.spawn(follow(call))
+            num_open = len(calls)
+            while num_open:
+                match await queue.get():
+                    case None:
+                        num_open -= 1
+                    case ServiceError() as error:
+                        raise error
+                    case messages:
+                        yield messages
 
     async def _messages_of(self, call: Call) -> AsyncIterator[list[Message]]:
         """Yield the messages of one call; its last tokens wait for the usage that follows them."""
@@ -384,19 +385,13 @@ class _Attempt:
             yield last
 
     async def _opened(self, call: Call) -> aiohttp.ClientResponse:
-        opening = asyncio.ensure_future(self._api.complete(call, self._request.request_id))
-        self._tasks.add(opening)
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                answer = await opening
-        except TimeoutError:
-            raise DeadlineExceeded(_TOO_LATE) from None
-        except asyncio.CancelledError:
-            if self._is_cut:  # by break_off, which has the reason
-                raise Unavailable(f"{self._where} was left") from None
-            raise
-        finally:
-            self._tasks.discard(opening)
+        left_s = self._deadline - asyncio.get_running_loop().time()
+        async with Endable(left_s, DeadlineExceeded(_TOO_LATE)) as block:
+            self._opening.add(block)
+            try:
+                answer = await self._api.complete(call, self._request.request_id)
+            finally:
+                self._opening.discard(block)
         self._answers.append(answer)
         return answer
 

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 from urllib.parse import urlsplit
 from zlib import crc32
@@ -21,6 +20,7 @@ import zmq.asyncio
 from cluster.errors import ServiceError, Unavailable
 from cluster.network.rpc import PROTOCOL
 from cluster.process.loop_watch import loop_time
+from cluster.process.tasks import Tasks, happens
 from kvcache.block_keys import ADAPTER_BYTES, BlockKey, root_key
 from protos import membership_pb2 as pb
 from router.models.config import FleetConfig
@@ -114,9 +114,7 @@ class Member:
 
     async def _sleep(self, seconds: float) -> None:
         """Sleep until the listing changed or a request failed, or for so long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
+        await happens(self._wake, seconds)
 
     def _join(self, facts: ServerFacts) -> "_Joined":
         model = model_of(facts, self._around.models, self._api.name)
@@ -126,8 +124,8 @@ class Member:
     async def _watch(self, joined: "_Joined") -> None:
         """Watch a joined server until it is gone, or has left."""
         feed = joined.feed()
-        following = None if feed is None else asyncio.ensure_future(feed.run())
-        try:
+        async with Tasks() as tasks:
+            following = None if feed is None else tasks.spawn(feed.run())
             while True:
                 self._wake.clear()
                 if not await joined.report(self._server.draining or self._leaves):
@@ -137,9 +135,6 @@ class Member:
                 await self._sleep(SCRAPE_S)
                 if following is not None and following.done():
                     following.result()
-        finally:
-            if following is not None:
-                following.cancel()
 
 
 class _Joined:

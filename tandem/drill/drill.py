@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.errors import InvalidRequest, ServiceError, Unavailable
+from cluster.process.tasks import Tasks
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from tandem.drill.load import DrillLoad, DrillReply
@@ -99,16 +100,13 @@ class Drill:
         worker, peer = await self._ends(fault, number)
         result = FaultResult(fault, worker, peer)
         self._tell(f"{fault} of {worker}" + (f" from {peer}" if peer else ""))
-        wave = asyncio.ensure_future(self._load.wave())
-        span_s = undisturbed.ttft_s if fault in BEFORE_TOKENS else undisturbed.total_s
-        await asyncio.sleep(self._rng.uniform(EARLIEST, LATEST) * span_s)
-        try:
+        async with Tasks() as tasks:
+            wave = tasks.spawn(self._load.wave())
+            span_s = undisturbed.ttft_s if fault in BEFORE_TOKENS else undisturbed.total_s
+            await asyncio.sleep(self._rng.uniform(EARLIEST, LATEST) * span_s)
             await self._cluster.inject(fault, worker, self._plan.options, peer)
-        except ServiceError:
-            wave.cancel()
-            raise
-        struck_at = time.monotonic()
-        struck = await wave
+            struck_at = time.monotonic()
+            struck = await wave
         result.add(struck, self._expected)
         lasts_s = 0.0 if fault == "kill" else self._plan.options.seconds
         while result.recovered_s is None and (began_at := time.monotonic()) < struck_at + self._plan.recovery_s:

@@ -12,6 +12,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cluster.process.tasks import Tasks
 from tandem.loadgen.drive import LoadDriver, SentRequest
 from tandem.loadgen.frontends import Frontend
 from tandem.loadgen.report import Receipts, Report, tables_of, write_json, write_plot
@@ -177,7 +178,8 @@ async def _offer(load: OfferedLoad, frontend: Frontend, drive: LoadDriver, count
         status = f"{drive.num_under_way} under way, {count.num_over} over"
         progress.update(task, completed=max(0.0, done), said=status)
 
-    shows = asyncio.ensure_future(_every(0.2, advance))
+    tasks = Tasks("progress is shown no more")
+    tasks.spawn(_every(0.2, advance))
     try:
         requests = load.requests(frontend.max_context_tokens)
         if load.concurrency is None:
@@ -186,13 +188,10 @@ async def _offer(load: OfferedLoad, frontend: Frontend, drive: LoadDriver, count
             until = math.inf if load.duration_s is None else begins_at + load.duration_s
             await drive.closed_loop(requests, load.concurrency, until)
     except asyncio.CancelledError:
-        current = asyncio.current_task()
-        assert current is not None
-        current.uncancel()
         count.interrupted = True
         count.reasons["(interrupted: those under way are not counted)"] = 1
     finally:
-        shows.cancel()
+        await tasks.close()
         advance()
 
 

@@ -6,13 +6,14 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from cluster.config import Config, secrets_of, to_overrides
 from cluster.errors import StartError
 from cluster.network.tls import member_of
+from cluster.process.tasks import Tasks, all_of
 from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from preprocessor.config import PreprocessorConfig
@@ -73,7 +74,7 @@ async def start_role(
     process.stdin.write(secrets_of(config).encode())
     process.stdin.close()
     last_lines: deque[str] = deque(maxlen=LAST_LINES)
-    relay = asyncio.ensure_future(_relay(process, name, last_lines))
+    relay = _RELAYS.spawn(_relay(process, name, last_lines))
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             line = await process.stdout.readline()
@@ -91,6 +92,10 @@ async def start_role(
         raise StartError(f"{name}: {field}", reason)
     ready = json.loads(line)
     return RoleProcess(name, process, ready["address"], ready["http"], ready["metrics"], ready["internal"])
+
+
+_RELAYS = Tasks("the log of a process is shown no more")
+"""Relays of logs, each of which ends with its process."""
 
 
 async def _relay(process: asyncio.subprocess.Process, name: str, last_lines: deque[str]) -> None:
@@ -195,7 +200,7 @@ class LocalCluster:
         for config in routers:
             await self.add_router(config)
         self._say(f"router at {', '.join(self.addresses)}; loading the model into {self._topology.num_workers} workers")
-        await _all(self.add_worker(module, worker) for module, worker in self._topology.workers())
+        await all_of(self.add_worker(module, worker) for module, worker in self._topology.workers())
         self._say("waiting until every worker has joined the router")
         for router, config in zip(self.routers, self._topology.routers, strict=True):
             await await_members(
@@ -206,7 +211,7 @@ class LocalCluster:
         """Start encode workers, then the preprocessor that names them; return its address."""
         if self._topology.encoders:
             self._say(f"loading the model's encoder into {len(self._topology.encoders)} encode workers")
-            await _all(self._add_encoder(encoder_name(n), each) for n, each in enumerate(self._topology.encoders))
+            await all_of(self._add_encoder(encoder_name(n), each) for n, each in enumerate(self._topology.encoders))
             config = config.model_copy(update={"encoders": tuple(encoder.address for encoder in self.encoders)})
         self._say("starting the preprocessor")
         self.preprocessor = await start_role("preprocessor", PREPROCESSOR, _stops_at_once(config))
@@ -217,17 +222,6 @@ class LocalCluster:
 
 
 Settings = TypeVar("Settings", RouterConfig, WorkerConfig, PreprocessorConfig, EncoderConfig)
-
-
-async def _all(starts: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Start all at once; the first failure ends the other starts."""
-    tasks = [asyncio.ensure_future(start) for start in starts]
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-    for task in done:
-        task.result()
 
 
 def _stops_at_once(config: Settings) -> Settings:

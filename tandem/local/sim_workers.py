@@ -15,6 +15,7 @@ from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.logs import set_up
 from cluster.process.life import SignalledRole, run_role
+from cluster.process.tasks import Tasks
 from cluster.roles import Role
 from cluster.settings import LogSettings
 from engine.config import WorkerConfig
@@ -47,6 +48,7 @@ class SimPool:
         self._network = LocalNetwork()
         self._loans: dict[bytes, InProcessNetwork] = {}
         self.workers: dict[str, SimWorker] = {}
+        self._tasks = Tasks("a worker could not leave")
 
     async def start(self, role: Role, config: WorkerConfig) -> SimWorker:
         """Start a worker.
@@ -61,14 +63,16 @@ class SimPool:
 
         worker = await start_worker(config, role, serve_requests, host_engine)
         self.workers[config.worker_id] = started = SimWorker(worker, engines[0])
-        started.leaving = asyncio.ensure_future(self._stop_when_told(config.worker_id, worker))
+        started.leaving = self._tasks.spawn(self._stop_when_told(config.worker_id, worker))
         return started
 
     async def _stop_when_told(self, worker_id: str, worker: WorkerRuntime) -> None:
         await worker.stop_requested()
         if (left := self.workers.pop(worker_id, None)) is not None:
-            await left.worker.drain()
-            await left.worker.stop()
+            try:
+                await left.worker.drain()
+            finally:
+                await left.worker.stop()
 
     async def stop(self, worker_id: str) -> None:
         """Stop a worker with a drain, as on SIGTERM."""
@@ -86,6 +90,7 @@ class SimPool:
 
     async def close(self) -> None:
         await asyncio.gather(*(self.kill(worker_id) for worker_id in list(self.workers)))
+        await self._tasks.close()
 
 
 class SimPoolConfig(LogSettings, Config):
@@ -137,12 +142,13 @@ class _Process(SignalledRole):
 
     async def failed(self) -> TandemError:
         """Return the error of a worker that failed without being told to stop."""
-        failing = {asyncio.ensure_future(w.worker.failed()): name for name, w in self._pool.workers.items()}
-        while failing:
-            done, _ = await asyncio.wait(failing, return_when=asyncio.FIRST_COMPLETED)
-            for worker in done:
-                if failing.pop(worker) in self._pool.workers:
-                    return worker.result()
+        async with Tasks() as tasks:
+            failing = {tasks.spawn(w.worker.failed()): name for name, w in self._pool.workers.items()}
+            while failing:
+                done, _ = await asyncio.wait(failing, return_when=asyncio.FIRST_COMPLETED)
+                for worker in done:
+                    if failing.pop(worker) in self._pool.workers:
+                        return worker.result()
         return StartError("sim_pool", "all its workers have left")
 
 

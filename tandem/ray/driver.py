@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -21,6 +21,7 @@ import ray.exceptions
 from cluster.errors import StartError
 from cluster.network.tls import member_of
 from cluster.process.life import Addresses
+from cluster.process.tasks import Tasks, first_of
 from planner.runtime import PlannerConfig
 from tandem.members import await_members
 from tandem.progress import ProgressSteps
@@ -40,7 +41,7 @@ OF_OUR_OWN = {"gcs_rpc_server_reconnect_timeout_s": 8}
 would otherwise wait a minute for the head to return."""
 
 
-Work = Callable[[list[str]], Awaitable[object]]
+Work = Callable[[list[str]], Coroutine[Any, Any, object]]
 """Function called with the routers' gRPC addresses, once everything serves."""
 
 
@@ -64,17 +65,15 @@ async def serve(
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, stop.set)
         supervisor = Supervisor(topology, settings or RaySettings(), say, autoscale=planner is not None)
-        stopping = asyncio.ensure_future(stop.wait())
-        serving = asyncio.ensure_future(_serve(supervisor, topology, say, stop, planner, work))
         try:
-            await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()
+            async with Tasks() as tasks:
+                stopping = tasks.spawn(stop.wait())
+                serving = tasks.spawn(_serve(supervisor, topology, say, stop, planner, work))
+                await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
+                say("stopping")
+                if serving.done():
+                    serving.result()
         finally:
-            say("stopping")
-            for task in (stopping, serving):
-                task.cancel()
-            await asyncio.gather(stopping, serving, return_exceptions=True)
             await supervisor.stop()
     say("stopped")
 
@@ -111,18 +110,12 @@ async def _serve(
     if work is None:
         say(f"try: tandem generate --address {','.join(addresses)} 'Once upon a time'")
     say.done()
-    obeying = asyncio.ensure_future(_obey(supervisor, topology.router.cluster_name, say, stop))
-    until: list[asyncio.Future[Any]] = [asyncio.ensure_future(supervisor.keep())]
-    if work is not None:
-        until.append(asyncio.ensure_future(work(addresses)))
+    until = [supervisor.keep()] if work is None else [supervisor.keep(), work(addresses)]
     try:
-        done, _ = await asyncio.wait(until, return_when=asyncio.FIRST_COMPLETED)
-        for each in done:
-            each.result()
+        async with Tasks("orders are obeyed no more") as tasks:
+            tasks.spawn(_obey(supervisor, topology.router.cluster_name, say, stop))
+            await first_of(*until)
     finally:
-        for task in (obeying, *until):
-            task.cancel()
-        await asyncio.gather(obeying, *until, return_exceptions=True)
         if planner is not None:
             await planner.stop()
 

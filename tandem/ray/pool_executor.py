@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.errors import StartError, TandemError
+from cluster.process.tasks import Tasks
 from cluster.roles import Role
 from cluster.settings import TlsSettings
 from planner.executors import Executor, ExecutorFailed
@@ -28,6 +29,7 @@ class RayExecutor(Executor):
     def __init__(self, supervisor: Supervisor, model: str) -> None:
         self._supervisor = supervisor
         self._model = model
+        self._tasks = Tasks()
         self._under_way: dict[Role, asyncio.Task[list[str]]] = {}
 
     async def sizes(self) -> Mapping[Role, int]:
@@ -47,7 +49,7 @@ class RayExecutor(Executor):
                 raise ExecutorFailed(f"{role}={count}: {error}")
         if (await self.sizes())[role] != count:
             order = Order(0, "scale", {role: count}, self._model)
-            self._under_way[role] = asyncio.ensure_future(self._supervisor.perform(order))
+            self._under_way[role] = self._tasks.spawn(self._supervisor.perform(order))
 
     async def switch(self, workers: Sequence[pb.WorkerStatus], role: Role) -> None:
         try:
@@ -56,9 +58,7 @@ class RayExecutor(Executor):
             raise ExecutorFailed(str(error)) from None
 
     async def close(self) -> None:
-        for task in self._under_way.values():
-            task.cancel()
-        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        await self._tasks.close()
 
 
 def planner_config(settings: dict[str, Any], router: RouterConfig) -> PlannerConfig:

@@ -19,6 +19,7 @@ import ray.exceptions
 from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.process.life import Addresses
+from cluster.process.tasks import Tasks, first_of
 from cluster.roles import Role as WorkerRole
 from tandem.topology import MODULES
 
@@ -68,15 +69,9 @@ class RoleActor:
 
     async def ended(self) -> str:
         """Wait for the end; return its cause, or empty after a requested stop."""
-        failing, stopping = (
-            asyncio.ensure_future(self._role.failed()),
-            asyncio.ensure_future(self._role.stop_requested()),
-        )
-        await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if failing.done():
-            stopping.cancel()
-            return str(failing.result())
-        failing.cancel()
+        failure = await first_of(self._role.failed(), self._role.stop_requested())
+        if failure is not None:
+            return str(failure)
         await self.leave()
         return ""
 
@@ -211,21 +206,18 @@ class Role:
         if self.further_nodes:
             config = config.model_copy(update={"master_addr": await self.node_ip()})
         self._nodes = [_actor(options) for options in self.further_nodes]
-        of_nodes = [
-            asyncio.ensure_future(self._begin(handle, config.model_copy(update={"node_rank": number}), {}))
-            for number, handle in enumerate(self._nodes, start=1)
-        ]
-        starting = asyncio.ensure_future(self._begin(self.handle, config, self.of_node))
-        try:
+        async with Tasks() as tasks:
+            of_nodes = [
+                tasks.spawn(self._begin(handle, config.model_copy(update={"node_rank": number}), {}))
+                for number, handle in enumerate(self._nodes, start=1)
+            ]
+            starting = tasks.spawn(self._begin(self.handle, config, self.of_node))
             while not starting.done():  # it waits for each node, so one that does not start must end the wait
                 await asyncio.wait([starting, *of_nodes], return_when=asyncio.FIRST_COMPLETED)
                 for each in (task for task in list(of_nodes) if task.done()):
                     of_nodes.remove(each)
                     each.result()
             return starting.result()
-        finally:
-            for task in (starting, *of_nodes):
-                task.cancel()
 
     async def _begin(self, handle: Any, config: Any, of_node: dict[str, str]) -> Addresses:
         """Start the program of an actor; show where its log is, and the end of it where it does not start."""

@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.errors import StartError, TandemError, Unavailable
 from cluster.network.tls import TlsIdentity, member_of
 from cluster.process.life import Addresses
+from cluster.process.tasks import Tasks
 from engine.config import WorkerConfig
 from tandem.cluster_file import PREPROCESSOR, encoder_name, with_preprocessor
 from tandem.members import workers_at
@@ -82,6 +83,7 @@ class Supervisor:
         """Addresses of the routers for workers."""
         self._trust = member_of(topology.router)
         self._roles: dict[str, Role] = {}
+        self._tasks = Tasks()
         self._keeping: dict[Role, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._starting: list[Role] = []
@@ -202,16 +204,14 @@ class Supervisor:
 
         Raises StartError.
         """
-        starting = asyncio.ensure_future(role.start())
-        try:
+        async with Tasks() as tasks:
+            starting = tasks.spawn(role.start())
             while not starting.done():
                 await asyncio.wait([starting], timeout=AT_ONCE_S)
                 if not starting.done() and not await self._group.has_place(role.options):
                     role.kill()
                     return None
             return starting.result()
-        finally:
-            starting.cancel()
 
     def _worker(self, module: str, config: WorkerConfig) -> Role:
         update: dict[str, Any] = {"routers": self._joined_at}
@@ -242,10 +242,9 @@ class Supervisor:
             self._keep(role)
         while self._keeping:
             self._changed.clear()
-            changed = asyncio.ensure_future(self._changed.wait())
-            ends = [changed, *self._keeping.values()]
-            await asyncio.wait(ends, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-            changed.cancel()
+            async with Tasks() as tasks:
+                ends = [tasks.spawn(self._changed.wait()), *self._keeping.values()]
+                await asyncio.wait(ends, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             await self._look()  # a worker that dies starts again with its last role
             for role, task in list(self._keeping.items()):
                 if task.done():
@@ -253,14 +252,12 @@ class Supervisor:
                     task.result()
 
     async def stop(self) -> None:
-        for task in self._keeping.values():
-            task.cancel()
-        await asyncio.gather(*self._keeping.values(), return_exceptions=True)
+        await self._tasks.close()
         await asyncio.gather(*(role.stop() for role in self._roles.values()))
         self._group.remove()
 
     def _keep(self, role: Role, cause: str = "") -> None:
-        self._keeping[role] = asyncio.ensure_future(self._keep_one(role, cause))
+        self._keeping[role] = self._tasks.spawn(self._keep_one(role, cause))
         self._changed.set()
 
     async def _keep_one(self, role: Role, cause: str = "") -> None:

@@ -3,7 +3,6 @@
 Embeddings come from the items' encode workers. Where one does not answer, blobs come from the preprocessors instead.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from cluster.errors import InvalidRequest, ServiceError
 from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import Channels
 from cluster.network.tls import TlsIdentity
+from cluster.process.tasks import Tasks
 from engine.media import Embeddings
 from engine.messages.from_engine import ItemsWanted
 from engine.messages.to_engine import ItemsFetched, ToEngine
@@ -46,20 +46,17 @@ class ItemFetches:
     def __init__(self, engine: Recipient, trust: TlsIdentity | None = None) -> None:
         self._engine = engine
         self._channels = Channels(trust)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("a fetch for the engine was lost")
         self._avoided: dict[str, float] = {}
         """Encode workers that failed, and until when they are not asked, in seconds of the monotonic clock."""
 
     def start(self, wanted: ItemsWanted) -> None:
         """Fetch what the engine wants, in the background."""
-        task = asyncio.ensure_future(self._fetch(wanted))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._fetch(wanted))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all fetches."""
-        for task in self._tasks:
-            task.cancel()
+        await self._tasks.close()
 
     async def _fetch(self, wanted: ItemsWanted) -> None:
         blobs: dict[bytes, bytes] = {}

@@ -21,6 +21,7 @@ from cluster.network.mux import Channel, ProtocolError
 from cluster.network.mux_stream import MuxStream
 from cluster.network.rpc import channel
 from cluster.network.tls import TlsIdentity
+from cluster.process.tasks import Tasks, happens
 from engine.messages.from_engine import CacheChanged, LoadReport
 from engine.messages.to_engine import TakeSnapshot
 from engine.process.front.engine_client import EngineClient
@@ -106,7 +107,7 @@ class _Router:
         default_factory=lambda: asyncio.Queue(MAX_BACKLOG)
     )
     """Messages to send; None wakes the sender at the end of the connection."""
-    task: "asyncio.Future[TandemError] | None" = None
+    task: "asyncio.Task[None] | None" = None
     router_id: str = ""
     """Id of the router; empty while there is no stream to it."""
     urgent: asyncio.Event = field(default_factory=asyncio.Event)
@@ -162,13 +163,12 @@ class Memberships:
         self._routers: dict[str, _Router] = {}
         self._last_load: LoadReport | None = None
         self._failed: asyncio.Future[TandemError]
-        self._listening: asyncio.Task[None]
+        self._tasks = Tasks(self._cannot_go_on)
 
     def start(self) -> None:
         self._failed = asyncio.get_running_loop().create_future()
         self._follow()
-        self._listening = asyncio.ensure_future(self._listen())
-        self._listening.add_done_callback(self._stopped_listening)
+        self._tasks.spawn(self._listen())
 
     async def failed(self) -> TandemError:
         """Return an error with which this worker cannot go on, such as when every router refuses it for good."""
@@ -211,11 +211,7 @@ class Memberships:
 
     async def leave(self) -> None:
         """End every stream, so that routers forget this worker."""
-        self._listening.cancel()
-        tasks = [router.task for router in self._routers.values() if router.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(self._listening, *tasks, return_exceptions=True)
+        await self._tasks.close()
 
     # ------------------------------------------------------------------ who to be joined to
 
@@ -230,33 +226,22 @@ class Memberships:
     def _follow(self) -> None:
         for address in self._roster.wanted.difference(self._routers):
             router = self._routers[address] = _Router(address)
-            router.task = asyncio.ensure_future(self._stay_joined(router))
-            router.task.add_done_callback(self._ended)
+            router.task = self._tasks.spawn(self._stay_joined(router))
         for address in set(self._routers).difference(self._roster.wanted):
             log.warning("router %s has left and is not tried any more", address)
             task = self._routers.pop(address).task
             assert task is not None
             task.cancel()
 
-    def _stopped_listening(self, task: "asyncio.Task[None]") -> None:
-        """Fail when discovery stops: a worker that cannot find routers must not continue silently."""
-        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+    def _cannot_go_on(self, error: BaseException) -> None:
+        """Fail, also when discovery stops: a worker that cannot find routers must not continue silently."""
+        if not self._failed.done():
             self._failed.set_exception(error)
-
-    def _ended(self, task: "asyncio.Future[TandemError]") -> None:
-        if not task.cancelled() and not self._failed.done():
-            if (error := task.exception()) is not None:
-                self._failed.set_exception(error)
-            else:
-                self._failed.set_result(task.result())
 
     # ------------------------------------------------------------------ one of them
 
-    async def _stay_joined(self, router: _Router) -> TandemError:
-        """Keep joining a router.
-
-        Returns its refusal once every router refuses this worker for good.
-        """
+    async def _stay_joined(self, router: _Router) -> None:
+        """Keep joining a router, until every router refuses this worker for good."""
         name_taken_at: float | None = None
         while True:
             async with channel(router.address, self._trust) as link:  # a new channel may have new certificates
@@ -269,7 +254,9 @@ class Memberships:
             is_for_good = is_taken or (isinstance(failure, Incompatible) and router.address in self._pinned)
             router.refusal = failure if is_for_good else None
             if all(other.refusal is not None for other in self._routers.values()):
-                return failure
+                if not self._failed.done():
+                    self._failed.set_result(failure)
+                return
             self._log(router, failure)
             await asyncio.sleep(wait_s)
 
@@ -308,7 +295,7 @@ class Memberships:
         files_wanted = False
         router.hello = hello
         failure: ServiceError | None = None
-        reporting: asyncio.Task[None] | None = None
+        tasks = Tasks("the engine's events are sent to a router no more")
 
         def watch(message: CacheChanged | LoadReport) -> None:
             if isinstance(message, LoadReport):
@@ -348,15 +335,14 @@ class Memberships:
                         if self._meet is not None:
                             await self._meet(answer.welcome.peers)
                         self._welcome(router, answer.welcome)
-                        reporting = asyncio.ensure_future(report(answer.welcome.stream_key))
+                        tasks.spawn(report(answer.welcome.stream_key))
                     elif answer.HasField("resync"):
                         self._engine.send(TakeSnapshot())
             finally:
                 call.cancel()
-                if reporting is not None:
-                    reporting.cancel()
                 over.set()  # whichever side ended it: `outgoing` would wait for ever
                 answered.set()
+                await tasks.close()
         if failure is not None:
             raise failure
 
@@ -377,9 +363,7 @@ class Memberships:
         synchronised, spoke_at = False, 0.0
         while stream.ended is None and not over.is_set():  # an engine sends messages several times a second
             news = [await backlog.get()]
-            with suppress(TimeoutError):
-                async with asyncio.timeout(spoke_at + TOGETHER_S - time.monotonic()):
-                    await router.urgent.wait()
+            await happens(router.urgent, spoke_at + TOGETHER_S - time.monotonic())
             router.urgent.clear()
             while not backlog.empty():
                 news.append(backlog.get_nowait())

@@ -15,6 +15,7 @@ from typing import Any
 
 from cluster.errors import Draining, InvalidRequest, ServiceError, Unavailable
 from cluster.network.error_status import to_status
+from cluster.process.tasks import Tasks, log_bugs
 from cluster.roles import ON_WIRE, Role
 from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
@@ -52,6 +53,8 @@ class RoleSwitch:
         self._engine = engine
         self._gpu = gpu
         self._on_role = on_role
+        self.switches = Tasks(log_bugs("the role switch failed"))
+        """Switches that complete although their callers disconnect."""
         self._lock = asyncio.Lock()
         self._memberships: Memberships | None = None
         self._empty: Callable[[], Awaitable[int]]
@@ -187,8 +190,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             wanted = [role for role, number in ON_WIRE.items() if number == request.role]
             if not wanted:
                 raise InvalidRequest("role", f"must be ROLE_PREFILL or ROLE_DECODE, not {request.role}")
-            switching = asyncio.ensure_future(self._roles.to(wanted[0]))
-            handed_over = await asyncio.shield(switching)
+            handed_over = await asyncio.shield(self._roles.switches.spawn(self._roles.to(wanted[0])))
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
         return pb.SwitchRoleReply(worker_id=self._worker_id, role=request.role, handed_over=handed_over)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from cluster.errors import StartError, TandemError, Unavailable
+from cluster.process.tasks import Tasks
 from cluster.process.tree import descendants
 from engine.messages.from_engine import (
     Audited,
@@ -254,6 +255,10 @@ class EngineClient(EngineListener):
             else:
                 listener.on_token(token_id, choices.get(place, 0))
 
+    async def failed(self) -> TandemError:
+        """Return the error once the engine process has ended."""
+        return await asyncio.shield(self.died)
+
     def ended(self, how: str) -> None:
         self._dead = True
         for listener in tuple(self._listeners.values()):
@@ -276,6 +281,7 @@ class ChildEngine(EngineHost):
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
+        self._tasks = Tasks("the engine process has ended, and nobody was told")
         self._relaying: threading.Thread | None = None
         self._last_line = ""
         """Last line of the engine's log, where it is kept."""
@@ -337,7 +343,7 @@ class ChildEngine(EngineHost):
         except EOFError:
             self._loop.remove_reader(self._link.fileno())
             self._loop.remove_writer(self._link.fileno())
-            self._ending = asyncio.ensure_future(self._await_death())
+            self._tasks.spawn(self._await_death())
             return
         for batch in batches:
             self._listener.on_messages(batch)

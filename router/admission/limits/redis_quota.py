@@ -16,6 +16,7 @@ from typing import Any
 
 from cluster.errors import StartError
 from cluster.network.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
+from cluster.process.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -101,12 +102,13 @@ class RedisLedger:
         self._limit_s = limit_s
         self._waiting: list[_Charge] = []
         """Charges not sent yet."""
-        self._sending: asyncio.Task[None] | None = None
+        self._tasks = Tasks("tenants' tokens could not be counted")
+        self._is_sending = False
         self._prefix = f"{cluster_name}:quota"
         self._clock = clock
         self._counts: dict[tuple[str, int], _Count] = {}
-        self._probing: asyncio.Task[None] | None = None
-        """Probe task while Redis is unreachable."""
+        self._is_probing = False
+        """Whether Redis is unreachable."""
         self._refusals: set[str] = set()
         """Refusals already logged."""
 
@@ -136,20 +138,18 @@ class RedisLedger:
             self._charge_alone(tenant, -tokens, NO_LIMIT, window_s)
 
     async def close(self) -> None:
-        for task in (self._probing, self._sending):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        await self._tasks.close()
         await self._link.close()
 
     async def _ask(self, tenant: str, tokens: int, limit: int, window_s: int) -> tuple[bool, float] | None:
         """Return whether the tokens were counted, and the seconds until the window ends; None without Redis."""
-        if self._probing is not None:
+        if self._is_probing:
             return None
         charge = _Charge(tenant, tokens, limit, window_s, asyncio.get_running_loop().create_future())
         self._waiting.append(charge)
-        if self._sending is None:  # a context of no request, since it sends other requests' charges too
-            self._sending = asyncio.get_running_loop().create_task(self._send(), context=Context())
+        if not self._is_sending:  # a context of no request, since it sends other requests' charges too
+            self._is_sending = True
+            self._tasks.spawn(self._send(), context=Context())
         return await charge.answer
 
     async def _send(self) -> None:
@@ -170,7 +170,7 @@ class RedisLedger:
                         self._answered(charge, answer)
                 _leave(batch)
         finally:
-            self._sending = None
+            self._is_sending = False
             _leave([*batch, *self._waiting])
             self._waiting = []
 
@@ -181,8 +181,8 @@ class RedisLedger:
         """
         keys = [f"{self._prefix}:{charge.window_s}:{charge.tenant}" for charge in batch]
         arguments = [figure for charge in batch for figure in (charge.window_s, charge.tokens, charge.limit)]
-        call = asyncio.ensure_future(self._link.run(_CHARGE, keys, arguments))
-        try:
+        async with Tasks() as tasks:
+            call = tasks.spawn(self._link.run(_CHARGE, keys, arguments))
             for _ in range(1 + MAX_EXTENSIONS):
                 began_at = time.monotonic()
                 await asyncio.wait([call], timeout=self._limit_s)
@@ -192,8 +192,6 @@ class RedisLedger:
                 if time.monotonic() - began_at < 1.2 * self._limit_s:
                     break
             raise RedisAway(f"Redis at {self._link.where}: no answer within {self._limit_s:g} s")
-        finally:
-            call.cancel()
 
     def _answered(self, charge: _Charge, answer: Sequence[Any]) -> None:
         taken, *rest = answer
@@ -237,10 +235,11 @@ class RedisLedger:
         self._counts[tenant, window_s] = count
 
     def _lost(self, error: RedisFailure) -> None:
-        if self._probing is None:
+        if not self._is_probing:
             log.warning("this router counts tenants' tokens alone until Redis is back: %s", error)
             # a context of no request, though a request noticed the failure
-            self._probing = asyncio.get_running_loop().create_task(self._probe(), context=Context())
+            self._is_probing = True
+            self._tasks.spawn(self._probe(), context=Context())
 
     async def _probe(self) -> None:
         while True:
@@ -250,7 +249,7 @@ class RedisLedger:
             except RedisFailure:
                 continue  # logged when it began
             log.warning("tenants' tokens are counted in Redis at %s again", self._link.where)
-            self._probing = None
+            self._is_probing = False
             return
 
 

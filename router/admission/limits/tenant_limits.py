@@ -9,7 +9,6 @@ Rates and concurrency per tenant, with bounded state.
 A token bucket. Pure: the clock is an argument.
 """
 
-import asyncio
 import logging
 import math
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.errors import Overloaded
+from cluster.process.tasks import Tasks
 from router.admission.config import AdmissionConfig, TenantPolicy
 from router.admission.refusals import DEFAULT_RETRY_AFTER_S, Reason, Refusal, over_limit, queue_full, tenant_queue_full
 
@@ -280,7 +280,7 @@ class TenantLimits:
         self._ledger: QuotaLedger = ledger or LocalLedger(wall_clock)
         self._clock = clock
         self._wall_clock = wall_clock
-        self._refunds: set[asyncio.Task[None]] = set()
+        self._refunds = Tasks("a quota's refund failed")
 
     def arrive(self, tenant: str) -> None:
         """Charge a request before it is read.
@@ -344,14 +344,11 @@ class TenantLimits:
         """Refund in the background, so that the client need not wait; nothing for a window that is over."""
         window_s = self._config.policy(charge.tenant).quota_window_s
         if unused and charge.quota_window == int(self._wall_clock() // window_s):
-            task = asyncio.ensure_future(self._ledger.refund(charge.tenant, unused, window_s))
-            self._refunds.add(task)
-            task.add_done_callback(self._refunded)
+            self._refunds.spawn(self._ledger.refund(charge.tenant, unused, window_s))
 
-    def _refunded(self, task: "asyncio.Task[None]") -> None:
-        self._refunds.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a quota's refund failed", exc_info=error)
+    async def close(self) -> None:
+        """Finish the refunds."""
+        await self._refunds.join()
 
 
 class Shares:

@@ -19,6 +19,7 @@ from cluster.network.error_status import end_call
 from cluster.network.rpc import MAX_MESSAGE_BYTES, Server
 from cluster.network.tls import Credentials
 from cluster.process.life import Drain
+from cluster.process.tasks import Endable, Tasks
 from router.admission.arrivals import Arrivals
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
@@ -58,24 +59,19 @@ class EndpointPickerService:
 
     async def Process(self, _: Any, context: Any) -> None:
         """Serve one exchange until the gateway closes the call, or the request is refused."""
-        task = asyncio.current_task()
-        assert task is not None
+        stopped = Draining("this router was told to stop")
         if self._drain.draining:
-            end_call(context, Draining("this router was told to stop"))
+            end_call(context, stopped)
             return
-        call: _Call | None = None
-        try:
-            with self._drain.holding(task.cancel), ExitStack() as held:
-                call = _Call(self._picker, context, held, self._max_body_bytes)
-                await call.serve()
-        except ServiceError as error:
-            end_call(context, error)
-        except asyncio.CancelledError:
-            if not self._drain.over:
-                raise  # the gateway is gone
-            task.uncancel()
-            if call is None or not call.is_picked:  # otherwise the gateway goes on without a picker
-                end_call(context, Draining("this router was told to stop"))
+        with ExitStack() as held:
+            call = _Call(self._picker, context, held, self._max_body_bytes)
+            try:
+                async with Endable() as block:
+                    with self._drain.holding(lambda: block.end(stopped)):
+                        await call.serve()
+            except ServiceError as error:
+                if error is not stopped or not call.is_picked:  # otherwise the gateway goes on without a picker
+                    end_call(context, error)
 
 
 class _Call:
@@ -101,13 +97,13 @@ class _Call:
     async def _picked(self, wanted: PickWanted) -> bool:
         """Wait for the pick beside the gateway's messages; return whether the call goes on."""
         self._wanted = None
-        picking = asyncio.ensure_future(self._picker.pick(wanted, self._held))
-        reading: asyncio.Future[Any] | None = None
-        try:
+        async with Tasks() as tasks:
+            picking = tasks.spawn(self._picker.pick(wanted, self._held))
+            reading: asyncio.Task[Any] | None = None
             await asyncio.sleep(0)  # most picks need no more than this turn
             while not picking.done():
                 if reading is None:
-                    reading = asyncio.ensure_future(self._context.read())
+                    reading = tasks.spawn(self._context.read())
                 await asyncio.wait((picking, reading), return_when=asyncio.FIRST_COMPLETED)
                 if not picking.done():
                     if (message := reading.result()) is grpc.aio.EOF:
@@ -124,17 +120,10 @@ class _Call:
             if reading is None:
                 return True
             message = await reading
-            reading = None
             if message is grpc.aio.EOF:
                 return False
             await self._perform(self._exchange.receive(message))
             return True
-        finally:
-            for future in (picking, reading):
-                if future is not None and not future.done():
-                    future.cancel()
-            if not picking.done():
-                await asyncio.gather(picking, return_exceptions=True)
 
     async def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:

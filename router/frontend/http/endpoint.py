@@ -5,17 +5,18 @@ A generating one may serve several streams, which are merged.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from cluster import logs
-from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
+from cluster.errors import InvalidRequest, ServiceError
 from cluster.logs import from_headers, traceparent
 from cluster.process.life import Drain
+from cluster.process.tasks import Tasks
 from router.admission.arrivals import Arrival, Arrivals
 from router.frontend.http.blocks import compact
 from router.frontend.http.body.fields import BodyReader, IgnoredFields
@@ -62,8 +63,9 @@ async def merged(
                 end = error
             await queue.put((number, end))
 
-    feeds = [asyncio.ensure_future(feed()) for _ in range(min(len(streams), max_open or len(streams)))]
-    try:
+    async with Tasks() as tasks:
+        for _ in range(min(len(streams), max_open or len(streams))):
+            tasks.spawn(feed())
         num_open = len(streams)
         while num_open:
             number, item = await queue.get()
@@ -73,10 +75,6 @@ async def merged(
                 num_open -= 1
             else:
                 yield number, item
-    finally:
-        for task in feeds:
-            task.cancel()
-        await asyncio.gather(*feeds, return_exceptions=True)
 
 
 RequestT = TypeVar("RequestT", bound=Generation)
@@ -176,9 +174,8 @@ class Endpoint(Generic[RequestT, AnswerT]):
                 self._context.queries.count_ignored(api_request.ignored)
                 exchange.ignored = api_request.ignored
                 exchange.request_id = api_request.request_id
-                with exchange.lasting(self._context.drain):
-                    async with self._deadline(api_request):
-                        await self._serve(exchange, api_request, caller, arrival)
+                async with exchange.lasting(self._context.drain, self._limit_s(api_request)):
+                    await self._serve(exchange, api_request, caller, arrival)
         except ClientGone:
             return
         except ServiceError as error:
@@ -195,18 +192,10 @@ class Endpoint(Generic[RequestT, AnswerT]):
         api_request.ignored = tuple(ignored.names)
         return api_request
 
-    @asynccontextmanager
-    async def _deadline(self, api_request: RequestT) -> AsyncIterator[None]:
-        """End a block at a request's deadline, also when the client does not read.
-
-        Raises DeadlineExceeded.
-        """
+    def _limit_s(self, api_request: RequestT) -> float:
+        """Return the seconds after which a request is given up, also when the client does not read."""
         deadline_s = self._context.default_deadline_s if api_request.deadline_s is None else api_request.deadline_s
-        try:
-            async with asyncio.timeout(deadline_s + GRACE_S):
-                yield
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline passed before the client took the answer") from None
+        return deadline_s + GRACE_S
 
     def _streams(
         self, api_request: RequestT, answer: Answer, caller: Caller, arrival: Arrival
@@ -326,7 +315,7 @@ class JsonEndpoint(Generic[JsonRequestT]):
                 body = await exchange.body(context.limits.max_bytes, arrival)
                 api_request, exchange.ignored = await asyncio.to_thread(self._parsed, body, caller)
                 context.queries.count_ignored(exchange.ignored)
-            with exchange.lasting(context.drain):
+            async with exchange.lasting(context.drain):
                 reply = await self._answer(api_request, caller)
                 await exchange.send_json(compact(reply).encode())
         except ClientGone:

@@ -1,13 +1,14 @@
 """One HTTP exchange: its body, its answer, and its end when the client disconnects."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope, Send
 
-from cluster.errors import Draining, InvalidRequest
+from cluster.errors import DeadlineExceeded, Draining, InvalidRequest
 from cluster.process.life import Drain
+from cluster.process.tasks import Endable, Tasks
 from router.admission.arrivals import Arrival
 from router.frontend.http.body.fields import encoding_of, inflated
 from router.frontend.http.errors import CALLER, Caller, ErrorAnswer, HttpRefusal
@@ -88,35 +89,30 @@ class Exchange:
         except TimeoutError:
             raise HttpRefusal(408, "request_timeout", f"the body did not arrive within {BODY_S:g} s") from None
 
-    @contextmanager
-    def lasting(self, drain: Drain) -> Iterator[None]:
+    @asynccontextmanager
+    async def lasting(self, drain: Drain, limit_s: float | None = None) -> AsyncIterator[None]:
         """Run a block that ends with ClientGone when the client disconnects, and with Draining when the router stops.
 
-        The body must have been read.
+        After `limit_s` it ends with DeadlineExceeded. The body must have been read.
         """
+        stopped = Draining("this router was told to stop")
         if drain.draining:
-            raise Draining("this router was told to stop")
-        task = asyncio.current_task()
-        assert task is not None
+            raise stopped
         connection: ClientConnection = self._scope[CONNECTION]
-        try:
-            with connection.watching(task.cancel), drain.holding(task.cancel):
+        async with Endable(limit_s, DeadlineExceeded("the deadline passed before the client took the answer")) as block:
+            with connection.watching(lambda: block.end(ClientGone())), drain.holding(lambda: block.end(stopped)):
                 yield
-        except asyncio.CancelledError:
-            if not connection.lost and not drain.over:
-                raise
-            task.uncancel()
-            raise (ClientGone() if connection.lost else Draining("this router was told to stop")) from None
 
     @asynccontextmanager
     async def heartbeats(self, every_s: float | None) -> AsyncIterator[None]:
         """Send a comment every so many seconds within a block, up to the first event; None: send none."""
-        if every_s is not None:
-            self._beats = asyncio.create_task(self._beat(every_s))
-        try:
-            yield
-        finally:
-            await self._stop_beats()
+        async with Tasks() as tasks:
+            if every_s is not None:
+                self._beats = tasks.spawn(self._beat(every_s))
+            try:
+                yield
+            finally:
+                await self._stop_beats()
 
     async def _beat(self, every_s: float) -> None:
         while True:
@@ -130,9 +126,9 @@ class Exchange:
             return
         beats, self._beats = self._beats, None
         beats.cancel()
-        (end,) = await asyncio.gather(beats, return_exceptions=True)
-        if isinstance(end, Exception):
-            raise end
+        await asyncio.wait([beats])
+        if not beats.cancelled():
+            beats.result()
         self.sending = False
 
     async def send_events(self, events: bytes) -> None:

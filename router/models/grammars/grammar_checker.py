@@ -28,6 +28,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequest, Unavailable
 from cluster.fair_turns import FairTurns
+from cluster.process.tasks import Tasks
 from engine.core_types import StructuredOutput
 from engine.model.model_dir import ModelDir
 from engine.sampling.structured_output import FIELD
@@ -203,8 +204,8 @@ class GrammarChecker:
         It has a lower priority: on a busy machine that takes longer. Raises TimeoutError.
         """
         used_before_s, began_at = process.cpu_s(), time.monotonic()
-        answering = asyncio.ensure_future(self._answer(process))
-        try:
+        async with Tasks() as tasks:
+            answering = tasks.spawn(self._answer(process))
             left_s = self._limit_s
             while left_s > 0 and time.monotonic() - began_at < MAX_SLOWDOWN * self._limit_s:
                 await asyncio.wait([answering], timeout=left_s)
@@ -212,8 +213,6 @@ class GrammarChecker:
                     return answering.result()
                 left_s = self._limit_s - (process.cpu_s() - used_before_s)
             raise TimeoutError
-        finally:
-            answering.cancel()
 
     async def _process(self) -> GrammarProcess:
         """Return an idle process, or a new one.

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 
 from cluster.network.kubernetes import ApiServer
+from cluster.process.tasks import Tasks
 from router.models.config import FleetConfig, ServiceEntry
 from router.stock.sources.kubernetes import of_pods, of_service, watched
 from router.stock.sources.servers import Server, read_again, resolved
@@ -34,11 +35,11 @@ async def _changes(
             latest[number] = servers
             changed.set()
 
-    following = [asyncio.ensure_future(follow(number, source)) for number, source in sources.items()]
-    for task in following:
-        task.add_done_callback(lambda _: changed.set())
     told: tuple[Server, ...] = ()
-    try:
+    async with Tasks() as tasks:
+        following = [tasks.spawn(follow(number, source)) for number, source in sources.items()]
+        for task in following:
+            task.add_done_callback(lambda _: changed.set())
         while True:
             await changed.wait()
             changed.clear()
@@ -48,10 +49,6 @@ async def _changes(
             if (servers := merged(latest)) != told:
                 told = servers
                 yield servers
-    finally:
-        for task in following:
-            task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
 
 
 def merged(lists: Iterable[tuple[Server, ...]]) -> tuple[Server, ...]:
