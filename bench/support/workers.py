@@ -16,7 +16,7 @@ from loans.network import Blocks, Want
 from loans.peers.connection import pack_want, unpack_lent
 from protos import decode_pb2, loans_pb2, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
-from router.decode_client.decode_stream import DecodeStream
+from router.decode_client.decode_streams import DecodeStream
 from router.placement.fleet.introductions import holder_of, peers_of
 from router.placement.fleet.worker_records import WorkerRecord
 from tandem.local.local_cluster import RoleProcess, start_role, stop_process

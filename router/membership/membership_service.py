@@ -13,7 +13,7 @@ from cluster.network.error_status import to_status
 from cluster.process.tasks import Tasks
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
-from router.decode_client.inbox import Inbox
+from router.decode_client.decode_streams import Inbox
 from router.membership.members import Members, hello_of, lose
 from router.membership.status import load_status
 from router.models.model_runtime import ModelRuntime

@@ -30,7 +30,6 @@ from kvcache.store.kv_store import KvStore
 from loans.in_process import InProcessNetwork
 from loans.network import Peer
 from sizing.cluster.clock import ScheduledEvent, VirtualClock
-from sizing.cluster.network import VirtualNetwork
 from sizing.cluster.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
 from sizing.cluster.transport import VirtualTransport
 from worker.front.lent_loans import LentLoans
@@ -285,3 +284,28 @@ class SimWorker:
             self.core.uniform_decode.advance(steps, token_of)
             self.num_steps += steps
             self._listener.hear_run(self, chains, times)
+
+
+class VirtualNetwork(InProcessNetwork):
+    """The network of one worker. Its peers are never silent: a worker that ends is noticed at once."""
+
+    def __init__(
+        self,
+        engines: dict[bytes, InProcessNetwork],
+        incarnation: bytes,
+        wake: Callable[[], object],
+        clock: VirtualClock,
+        message_s: float,
+    ) -> None:
+        super().__init__(engines, incarnation, wake, clock.time)
+        self._virtual_clock = clock
+        self._message_s = message_s
+
+    def deliver(self, to: InProcessNetwork, call: Callable[..., object], *arguments: object) -> None:
+        self._virtual_clock.after(self._message_s, super().deliver, to, call, *arguments)
+
+    def beat(self, is_alive: bool) -> None:
+        """Do nothing."""
+
+    def quiet_s(self, peer: InProcessNetwork, since: float) -> float:
+        return 0.0

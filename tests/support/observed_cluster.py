@@ -14,7 +14,7 @@ from cluster.network.error_status import from_rpc_error
 from protos import decode_pb2, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
-from router.decode_client.decode_stream import DecodeStream
+from router.decode_client.decode_streams import DecodeStream
 from tandem.local.local_cluster import RoleProcess
 
 VOCAB = 1000

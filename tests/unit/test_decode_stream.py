@@ -22,7 +22,7 @@ from cluster.network.mux import MAX_MESSAGE_BYTES, Channel, Mux
 from cluster.network.mux_stream import MuxStream
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
-from router.decode_client.decode_stream import PAUSE_AT, DecodeStream
+from router.decode_client.decode_streams import PAUSE_AT, DecodeStream
 from support.frame_pair import MemoryTransport, join
 from support.virtual_loop import run_virtually, settle
 from worker.requests.service import serve_request

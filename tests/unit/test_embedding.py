@@ -32,7 +32,7 @@ from support.core_engine import TEN, TWELVE, Engine, generate
 from support.embedding_models import make_embedder
 from support.sim_directories import write_sim_model
 from support.sim_model import LAYOUT, VOCAB
-from worker.requests.embedding import finished_embedding
+from worker.requests.output_stream import finished_embedding
 
 # ------------------------------------------------------------------------------------------------ models
 

@@ -13,8 +13,7 @@ from engine.model.model_dir import ModelDir
 from protos import membership_pb2 as pb
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
-from router.decode_client.decode_streams import DecodeStreams
-from router.decode_client.inbox import Inbox
+from router.decode_client.decode_streams import DecodeStreams, Inbox
 from router.membership import members
 from router.membership.membership_service import MembershipService
 from router.models.model_files import read_models

@@ -2,9 +2,10 @@
 
 import time
 
+import numpy as np
 from tokenizers import Tokenizer
 
-from cluster.errors import InvalidRequest, Overloaded, Unavailable
+from cluster.errors import InvalidRequest, Overloaded, ServiceError, Unavailable
 from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages.from_engine import Embedded, Failed, Filled, FromEngine, PromptScored, Rejected, Token
 from engine.model.detokenizer import TextStream
@@ -12,7 +13,6 @@ from kvcache.block_keys import token_digest
 from loans.account import KvAccount
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
-from worker.requests.embedding import finished_embedding
 from worker.requests.placed_request import emitted_of, num_choices
 from worker.requests.receipt import build_receipt, price_of
 
@@ -244,3 +244,22 @@ def _logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(
         logprob=logprobs.logprob, top_token_ids=logprobs.top_token_ids, top_logprobs=logprobs.top_logprobs
     )
+
+
+def finished_embedding(vector: bytes, wanted: internal_pb.Embedding) -> list[float]:
+    """Return the wanted dimensions of a float32 vector, scaled to length 1 where wanted.
+
+    Raises ServiceError for a vector that is no embedding, such as one of overflowed numbers.
+    """
+    values = np.frombuffer(vector, np.float32)
+    if not np.isfinite(values).all():
+        raise ServiceError("the model's hidden state has numbers that are not finite")
+    if wanted.dimensions:
+        values = values[: wanted.dimensions]
+    if wanted.normalize:
+        length = float(np.linalg.norm(values))
+        if not length:
+            raise ServiceError("the model's hidden state is zero and has no direction")
+        values = values / np.float32(length)
+    kept: list[float] = values.tolist()
+    return kept
