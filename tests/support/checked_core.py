@@ -186,6 +186,12 @@ class CheckedCore:
         while self.step():
             pass
 
+    def serve(self, *messages: ToEngine | FromPeer) -> list[Token]:
+        """Send messages, run until all is done, and return the tokens; other messages are dropped."""
+        self.send(*messages)
+        self.run()
+        return self.receive(Token)
+
     def receive(self, *kinds: type[M]) -> list[M]:
         """Messages of these kinds, in order; the others are dropped."""
         heard = of_kinds(self.said, *kinds)
