@@ -343,10 +343,7 @@ async def test_samples_keep_a_thumbnail_and_no_picture(site: Site) -> None:
                 return sample
         return None
 
-    async def written() -> bool:
-        return line() is not None
-
-    await until(written, "the sample is written")
+    await until(lambda: line() is not None, "the sample is written")
     sample = line()
     assert sample is not None
     assert sample["prompt"]["messages"][0]["parts"] == [{"text": "sampled"}, {"media": {"kind": "image"}}]

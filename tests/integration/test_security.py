@@ -155,10 +155,7 @@ async def test_streams_are_for_members_only(site: Site) -> None:
     stream = MuxStream(b"member")
     await stream.connect(address, member)
 
-    async def is_taken() -> bool:
-        return opened == [b"member"]
-
-    await until(is_taken, "the member's is taken")
+    await until(lambda: opened == [b"member"], "the member's is taken")
     assert stream.ended is None
     for identity in (None, member_of(site.client, site.cluster_ca), member_of(site.stranger, site.cluster_ca)):
         refused = MuxStream(b"stranger")
