@@ -58,10 +58,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tf.MoshiConfig(**MOSHI, sliding_window=24),
         "a window of 24, which it does not pass to the attention function",
     ),
-    "rope of the batch": (
-        lambda: with_rope(tf.LlamaConfig(**DENSE), rope_type="dynamic", factor=2.0),
-        "dynamic RoPE",
-    ),
+    "rope of the batch": (lambda: with_rope(tf.LlamaConfig(**DENSE), rope_type="dynamic", factor=2.0), "dynamic RoPE"),
 }
 
 

@@ -85,13 +85,7 @@ class PeerLoan(LoanGiven):
 def held(core: LoanHost) -> tuple[int, int, int, int, int]:
     """Blocks held, reserved and quarantined; sequences; loans given."""
     audited = core.audit()
-    return (
-        audited.held_blocks,
-        audited.reserved_blocks,
-        audited.quarantined_blocks,
-        audited.sequences,
-        audited.loans,
-    )
+    return (audited.held_blocks, audited.reserved_blocks, audited.quarantined_blocks, audited.sequences, audited.loans)
 
 
 def spread(message: FromEngine) -> Iterable[FromEngine | Token]:

@@ -78,10 +78,7 @@ LOANS: dict[str, Steps] = {
     # the first wrong block ends the prefix
     "1 is wrong": [*READING, (ReadCompleted(1, (BAD, B)), [Release(1, 2), Abandon(), corrupted(1)])],
     "1 and 2 are wrong": [*READING, (ReadCompleted(1, (BAD, BAD)), [Release(1, 2), Abandon(), corrupted(1, 2)])],
-    "2 is wrong": [
-        *READING,
-        (ReadCompleted(1, (A, BAD)), [Release(1, 2), Bind(1, 2, (A,)), Abandon(), corrupted(2)]),
-    ],
+    "2 is wrong": [*READING, (ReadCompleted(1, (A, BAD)), [Release(1, 2), Bind(1, 2, (A,)), Abandon(), corrupted(2)])],
     "3 is wrong": [*AB, (ReadCompleted(3, (BAD, D)), [Release(3, 2), corrupted(3)])],
     "4 is wrong": [*AB, (ReadCompleted(3, (C, BAD)), [Release(3, 2), Bind(3, 4, (C,)), corrupted(4)])],
     "a wrong one that lands early shows when its turn comes": [

@@ -16,17 +16,7 @@ from kvtransfer.local import LocalNetwork, LocalTransport
 from loans.account import KvAccount
 from loans.network import Blocks, Started
 from support.checked_core import NOTHING_LEFT, Announcement, LandingCore, Starting, held, of_kinds, spread
-from support.core_engine import (
-    TEN,
-    TWELVE,
-    WIDE,
-    Engine,
-    account_of,
-    generate,
-    lend,
-    prints,
-    tokens_of,
-)
+from support.core_engine import TEN, TWELVE, WIDE, Engine, account_of, generate, lend, prints, tokens_of
 from support.core_pair import Pair, moved
 from support.hand_network import NOBODY
 from support.memory_objects import MemoryObjects, StepStore

@@ -7,15 +7,7 @@ from engine.messages.from_engine import Token
 from engine.messages.to_engine import Audit, Cancel
 from kvcache.block_keys import block_keys, root_key
 from support.checked_core import NOTHING_LEFT, Announcement, PeerCloses, PeerReleases, Refusal, Starting
-from support.core_engine import (
-    TEN,
-    TWELVE,
-    Engine,
-    generate,
-    lend,
-    prints,
-    tokens_of,
-)
+from support.core_engine import TEN, TWELVE, Engine, generate, lend, prints, tokens_of
 from support.sim_model import undisturbed
 
 
@@ -202,14 +194,7 @@ def test_two_loans_of_one_chain_at_once_compute_it_once() -> None:
         engine.step()
         heard += [(ready.loan_id, ready.first, ready.block_ids) for ready in engine.receive(Announcement)]
     # "m" waits while "l" computes what they share, then gets both blocks and its turn, which came before that of "n".
-    assert heard == [
-        ("l", 0, (0,)),
-        ("l", 1, (1,)),
-        ("m", 0, (0, 1)),
-        ("l", 2, (2,)),
-        ("m", 2, (3,)),
-        ("n", 0, (4,)),
-    ]
+    assert heard == [("l", 0, (0,)), ("l", 1, (1,)), ("m", 0, (0, 1)), ("l", 2, (2,)), ("m", 2, (3,)), ("n", 0, (4,))]
     assert not engine.step()
 
 
