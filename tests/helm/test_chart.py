@@ -15,6 +15,7 @@ from support.chart import (
     HPA,
     KUBERNETES,
     ROOT,
+    check_all,
     check_budgets,
     check_rules,
     check_schema,
@@ -228,9 +229,7 @@ def test_files_and_batches_are_a_container_beside_the_router(claimed: bool) -> N
     folder = "/var/lib/tandem-batches" if claimed else "/tmp/files"
     values = {"batches": {"claimName": "files"}} if claimed else {"config": {"batches_folder": folder}}
     manifests = render({"router": values, "redis": {"enabled": True}}, release="x")
-    for version in KUBERNETES:
-        check_schema(manifests, version)
-    check_rules(manifests)
+    check_all(manifests)
     config = RouterConfig.parse(config_of(manifests, "x-router", "router"))
     assert str(config.batches_folder) == folder
     spec = dict(pod_specs(manifests))["x-router"]

@@ -4,7 +4,7 @@ from typing import Any
 
 from encode_worker.config import EncoderConfig
 from preprocessor.config import PreprocessorConfig
-from support.chart import KUBERNETES, check_rules, check_schema, config_of, needs_helm, pod_specs, render, template
+from support.chart import check_all, config_of, needs_helm, pod_specs, render, template
 
 pytestmark = needs_helm
 NAMES = tuple(f"x-a-b-encoder-{number}.x-a-b-encoders:50062" for number in range(2))
@@ -19,9 +19,7 @@ def values(preprocessor: dict[str, Any] | None = None, **encoder: Any) -> dict[s
 def test_the_preprocessor_knows_them_by_their_names() -> None:
     of_all = {"encoder": {"gpus": 1, "runtimeClassName": "nvidia", "nodeSelector": {"gpu": "small"}}}
     manifests = render(values(config={"dtype": "bfloat16"}) | of_all, release="x")
-    check_rules(manifests)
-    for version in KUBERNETES:
-        check_schema(manifests, version)
+    check_all(manifests)
     config = EncoderConfig.parse(config_of(manifests, "x-a-b-encoder", "encoder"))
     assert (str(config.model), config.dtype, config.port, config.host) == ("org/a", "bfloat16", 50062, "0.0.0.0")
     assert PreprocessorConfig.parse(config_of(manifests, "x-a-b-preprocessor", "preprocessor")).encoders == NAMES

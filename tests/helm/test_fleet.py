@@ -11,6 +11,7 @@ from router.models.config import FleetConfig
 from support.chart import (
     KUBERNETES,
     ROOT,
+    check_all,
     check_rules,
     check_schema,
     config_of,
@@ -44,9 +45,7 @@ def picked(*servers: dict[str, Any], **epp: Any) -> dict[str, Any]:
 
 def test_a_fleet_is_served_by_routers_alone() -> None:
     manifests = render(fleet(URL, SERVICE), release="x")
-    check_rules(manifests)
-    for version in KUBERNETES:
-        check_schema(manifests, version)
+    check_all(manifests)
     assert {name for name, _ in pod_specs(manifests)} == {"x-router", "x-test"}
     config = RouterConfig.parse(config_of(manifests, "x-router", "router"))
     assert config.fleet == FleetConfig.parse({"servers": [URL, SERVICE]})

@@ -9,9 +9,7 @@ from engine.config import WorkerConfig
 from support.chart import (
     EXAMPLES,
     HPA,
-    KUBERNETES,
-    check_rules,
-    check_schema,
+    check_all,
     config_of,
     needs_helm,
     pod_specs,
@@ -51,9 +49,7 @@ def names_of(spec: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize("name", GROUPS)
 def test_both_forms_are_what_kubernetes_takes(name: str, kind: str) -> None:
     manifests = rendered(name, kind)
-    for version in KUBERNETES:
-        check_schema(manifests, version)
-    check_rules(manifests)
+    check_all(manifests)
 
 
 def test_a_worker_over_two_nodes_is_a_leader_and_a_node() -> None:

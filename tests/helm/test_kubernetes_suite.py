@@ -34,7 +34,7 @@ from support.chart import (
     pod_specs,
     render,
 )
-from support.chart_pods import TOKEN, LoopbackPods, all_ready
+from support.chart_pods import TOKEN, LoopbackPods, all_ready, up
 from support.kube_api import KubeApi
 from support.kubernetes import cluster
 from support.kubernetes.cluster import PodState, Site, address_in, result_in, schedulable
@@ -298,10 +298,7 @@ class Sent:
 
 async def test_the_load_loses_no_stream_of_pods_that_stop_or_die(tmp_path: Path) -> None:
     node = LoopbackPods(installed(TRIALS["deletes"], Settings()), tmp_path, {}, network=NETWORK)
-    node.schedule({})
-    try:
-        for pod in node.pods:
-            await node.start(pod)
+    async with up(node, {}):
         await all_ready(node)
         routers = ",".join(f"{pod.ip}:50051" for pod in node.pods_of("demo"))
         async with Sent(tmp_path, Load(routers, streams=4, tokens=200)) as sent:
@@ -333,36 +330,21 @@ async def test_the_load_loses_no_stream_of_pods_that_stop_or_die(tmp_path: Path)
         with pytest.raises(AssertionError):
             async with Sent(tmp_path, Load(routers, prompts=1)) as sent:
                 assert (await sent.result()).lost == 0
-    finally:
-        for pod in node.pods:
-            await node.kill(pod)
 
 
 async def test_the_planner_of_the_plan_grows_and_shrinks_the_pool(tmp_path: Path) -> None:
     decode = ("serving", "demo-simulated-decode")
     with ScaleApi(TOKEN, **{"demo-simulated-prefill": 1, decode[1]: 1}) as api:
         node = LoopbackPods(installed(TRIALS["planner"], Settings()), tmp_path, {}, api.url, NETWORK)
-        node.schedule({})
-        try:
-            for pod in node.pods:
-                await node.start(pod)
+        async with up(node, {}):
             await all_ready(node)
             (router,) = node.pods_of("demo")
 
-            async def grown() -> bool:
-                return api.replicas[decode] > 1
-
-            async def shrunk() -> bool:
-                return api.replicas[decode] == 1
-
             async with Sent(tmp_path, Load(f"{router.ip}:50051", streams=24, tokens=30)) as sent:
-                await until(grown, "the planner has grown the pool")
+                await until(lambda: api.replicas[decode] > 1, "the planner has grown the pool")
                 result = await sent.result()
             assert (result.lost, result.different) == (0, 0), result.errors
-            await until(shrunk, "the planner has shrunk the pool")
-        finally:
-            for pod in node.pods:
-                await node.kill(pod)
+            await until(lambda: api.replicas[decode] == 1, "the planner has shrunk the pool")
 
 
 async def test_the_load_uses_certificates_and_keys(tmp_path: Path) -> None:
@@ -373,10 +355,7 @@ async def test_the_load_uses_certificates_and_keys(tmp_path: Path) -> None:
         "tandem-keys": {"keys.yaml": entry_for(key, "test", "", [], None).encode()},
     }
     node = LoopbackPods(installed(TRIALS["tls"], Settings()), tmp_path, secrets, network=NETWORK)
-    node.schedule({})
-    try:
-        for pod in node.pods:
-            await node.start(pod)
+    async with up(node, {}):
         await all_ready(node)
         (router,) = node.pods_of("demo")
         address, ca = f"{router.ip}:50051", str(public.path)
@@ -388,9 +367,6 @@ async def test_the_load_uses_certificates_and_keys(tmp_path: Path) -> None:
                 result = await sent.result()
             assert (result.finished, result.lost) == (0, 4)
             assert all(each.startswith(error) for each in result.errors), result.errors
-    finally:
-        for pod in node.pods:
-            await node.kill(pod)
 
 
 def read(url: str) -> str:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from preprocessor.config import PreprocessorConfig
-from support.chart import KUBERNETES, check_rules, check_schema, config_of, needs_helm, pod_specs, render, template
+from support.chart import check_all, config_of, needs_helm, pod_specs, render, template
 
 pytestmark = needs_helm
 
@@ -15,9 +15,7 @@ def values(**preprocessor: Any) -> dict[str, Any]:
 
 def test_pods_are_found_by_their_names() -> None:
     manifests = render(values(config={"allowed_hosts": ["images.example.org"]}), release="x")
-    check_rules(manifests)
-    for version in KUBERNETES:
-        check_schema(manifests, version)
+    check_all(manifests)
     config = PreprocessorConfig.parse(config_of(manifests, "x-a-b-preprocessor", "preprocessor"))
     assert [entry.served_name for entry in config.entries] == ["a.b"]
     assert config.allowed_hosts == ("images.example.org",)

@@ -67,10 +67,7 @@ async def test_with_redis_two_routers_and_a_planner(tmp_path: Path) -> None:
                     assert stream.receipt.stages[0].where == router.name
                     assert stream.receipt.kv.verified_blocks > 0
 
-            async def sized() -> bool:
-                return set(api.replicas.values()) == {1}
-
-            await until(sized, "the planner takes away what nobody needs")
+            await until(lambda: set(api.replicas.values()) == {1}, "the planner takes away what nobody needs")
 
 
 async def test_redis_without_a_password_lets_other_pods_in(tmp_path: Path) -> None:

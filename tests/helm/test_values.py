@@ -24,6 +24,7 @@ from support.chart import (
     HPA,
     KUBERNETES,
     ROOT,
+    check_all,
     check_budgets,
     check_rules,
     check_schema,
@@ -430,7 +431,5 @@ def test_valid_values_render_to_valid_manifests(values: dict[str, Any], release:
     if (router := values.get("router", {})).get("minAvailable"):
         router["minAvailable"] = min(router["minAvailable"], router["replicas"] - 1)
     manifests = render(values, release=release)
-    for version in KUBERNETES:
-        check_schema(manifests, version)
-    check_rules(manifests)
+    check_all(manifests)
     check_budgets(manifests)

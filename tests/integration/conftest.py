@@ -1,10 +1,12 @@
 """Processes to read from, for tests of transports: some for all tests of a file."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
 from kvtransfer.contract.worlds import ProcessLender, start_lenders
+from support.redis_server import RedisServer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,3 +32,9 @@ def ucxx_lenders() -> Iterator[list[ProcessLender]]:
 @pytest.fixture(scope="module")
 def ucxx_tcp_lenders() -> Iterator[list[ProcessLender]]:
     yield from start_lenders("ucxx", UCX_TLS="tcp")
+
+
+@pytest.fixture
+async def redis(tmp_path: Path) -> AsyncIterator[RedisServer]:
+    async with RedisServer(tmp_path) as server:
+        yield server

@@ -21,9 +21,8 @@ from protos import decode_pb2
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from support.fake_workers import fake_worker
-from support.processes import Stream, alive, engine_of, finished, pause, running, until, workers_joined
+from support.processes import Stream, alive, engine_of, finished, pause, role, running, until, workers_joined
 from tandem.client import Client
-from tandem.local.local_cluster import start_role, stop_process
 
 VOCAB = 600
 STEP_MS = 8.0
@@ -167,17 +166,13 @@ async def test_a_limit_that_is_none(model, cluster_of) -> None:  # type: ignore[
 
 async def test_without_workers_no_more_wait_than_the_line_has_places(model: Path) -> None:
     config = RouterConfig(model=model, port=0, max_queued=3, no_worker_grace_s=1.0)
-    router = await start_role("router", "router", config)
-    try:
-        async with Client(router.address) as client:
-            streams = [Stream(client, [1, 2, 3], 5) for _ in range(8)]
-            ended = await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
+    async with role("router", "router", config) as router, Client(router.address) as client:
+        streams = [Stream(client, [1, 2, 3], 5) for _ in range(8)]
+        ended = await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
         assert sum(isinstance(error, Unavailable) for error in ended) == 3
         refusals = [error for error in ended if isinstance(error, Overloaded)]
         assert len(refusals) == 5
         assert all("3 requests wait already" in error.message and error.retry_after_s for error in refusals)
-    finally:
-        await stop_process(router.process)
 
 
 # --------------------------------------------------------------------- a worker that has no room after all
@@ -205,23 +200,24 @@ class Refuser:
 @pytest.mark.parametrize(("num_refusals", "served"), [(6, True), (100, False)])
 async def test_refusals_for_want_of_room_are_no_failed_attempts(model: Path, num_refusals: int, served: bool) -> None:
     refuser = Refuser(num_refusals)
-    router = await start_role("router", "router", RouterConfig(model=model, port=0, max_attempts=2))
-    try:
-        async with fake_worker(router.address, ModelDir.open(model), refuser.serve), Client(router.address) as client:
-            await workers_joined(client, 0, 1)
-            stream = Stream(client, [1, 2, 3], 5)
-            if served:
-                await stream.task
-                assert stream.token_ids == [7]
-                assert len(refuser.asked_at) == 7
-            else:
-                error = await refused(stream)
-                assert "65 workers that seemed to have room" in error.message
-                assert len(refuser.asked_at) == 65
-            assert set(refuser.attempts) == {1}
-            pauses = [later - earlier for earlier, later in itertools.pairwise(refuser.asked_at)]
-            assert all(pause >= min(0.45, 0.009 * 2**number) for number, pause in enumerate(pauses)), (
-                "ever longer: it does not spin"
-            )
-    finally:
-        await stop_process(router.process)
+    config = RouterConfig(model=model, port=0, max_attempts=2)
+    async with (
+        role("router", "router", config) as router,
+        fake_worker(router.address, ModelDir.open(model), refuser.serve),
+        Client(router.address) as client,
+    ):
+        await workers_joined(client, 0, 1)
+        stream = Stream(client, [1, 2, 3], 5)
+        if served:
+            await stream.task
+            assert stream.token_ids == [7]
+            assert len(refuser.asked_at) == 7
+        else:
+            error = await refused(stream)
+            assert "65 workers that seemed to have room" in error.message
+            assert len(refuser.asked_at) == 65
+        assert set(refuser.attempts) == {1}
+        pauses = [later - earlier for earlier, later in itertools.pairwise(refuser.asked_at)]
+        assert all(pause >= min(0.45, 0.009 * 2**number) for number, pause in enumerate(pauses)), (
+            "ever longer: it does not spin"
+        )

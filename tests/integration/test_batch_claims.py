@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,6 @@ fcntl.flock(fd, fcntl.LOCK_EX)
 print("held", flush=True)
 sys.stdin.read()
 """
-
-
-@pytest.fixture
-async def redis(tmp_path: Path) -> AsyncIterator[RedisServer]:
-    async with RedisServer(tmp_path) as server:
-        yield server
 
 
 @pytest.fixture
@@ -196,9 +190,8 @@ async def test_another_router_takes_a_batch_over(
         assert [one["custom_id"] for one in outputs] == [one["custom_id"] for one in lines]
         assert done.error_file_id is None
 
-        async def has_no_logs() -> bool:
-            return not [path for path in before.iterdir() if path.suffix != ".json"]
-
-        await until(has_no_logs, "the logs of answers are gone")
+        await until(
+            lambda: not [path for path in before.iterdir() if path.suffix != ".json"], "the logs of answers are gone"
+        )
         for client in clients:
             await client.close()

@@ -110,10 +110,7 @@ async def test_a_router_that_starts_again_has_another_key(router: ScriptedRouter
         router.may_answer.clear()
         asking = asyncio.gather(*(client.answer(LINE_OF_NOBODY) for _ in range(3)), return_exceptions=True)
 
-        async def has_asked() -> bool:
-            return len(router.asked) == 3
-
-        await until(has_asked, "all three are in flight")
+        await until(lambda: len(router.asked) == 3, "all three are in flight")
         router.may_answer.set()
         results = await asking
         assert [str(result) for result in results] == ["the router has started again"] * 3, "each that was in flight"
@@ -124,10 +121,7 @@ async def test_batches_wait_while_the_router_stops(router: ScriptedRouter) -> No
     drain = Drain()
 
     async def draining_is(wanted: bool) -> None:
-        async def is_so() -> bool:
-            return drain.draining == wanted
-
-        await until(is_so, f"draining is {wanted}")
+        await until(lambda: drain.draining == wanted, f"draining is {wanted}")
         assert not drain.over
 
     async with RouterClient(RouterLink(router.folder, link()), look_s=0.02, away_s=0.3) as client:
@@ -144,13 +138,10 @@ async def test_batches_wait_while_the_router_stops(router: ScriptedRouter) -> No
 async def test_batches_are_left_to_others_while_the_router_is_gone(router: ScriptedRouter) -> None:
     drain = Drain()
 
-    async def is_over() -> bool:
-        return drain.over
-
     async with RouterClient(RouterLink(router.folder, link()), look_s=0.02, away_s=0.3) as client:
         await router.server.close()
         client.watch(drain)
-        await until(is_over, "lines in flight are given up")
+        await until(lambda: drain.over, "lines in flight are given up")
 
 
 async def test_a_link_is_for_its_user_alone_and_names_its_faults(tmp_path: Path) -> None:
@@ -214,10 +205,7 @@ async def test_the_process_is_killed_in_the_middle_and_no_line_is_lost_or_double
         assert batches_pid(cluster.router) != before
         folder = next((tmp_path / "made").rglob(batch.id))
 
-        async def goes_on() -> bool:
-            return len(list(folder.glob("answers-*"))) == 2
-
-        await until(goes_on, "it goes on where it was")
+        await until(lambda: len(list(folder.glob("answers-*"))) == 2, "it goes on where it was")
         done = await ended(client, batch.id)
         assert done.request_counts is not None
         assert done.request_counts.model_dump() == {"total": num_lines, "completed": num_lines, "failed": 0}

@@ -163,10 +163,7 @@ async def test_a_deleted_input_stays_until_its_batch_has_ended(site: Site) -> No
     assert len(await content_of(site.openai, done.output_file_id)) == 40
     folder = next(site.folder.rglob(batch.id))
 
-    async def only_facts_are_left() -> bool:
-        return all(path.suffix == ".json" for path in folder.iterdir())
-
-    await until(only_facts_are_left, "the input and the logs are gone")
+    await until(lambda: all(path.suffix == ".json" for path in folder.iterdir()), "the input and the logs are gone")
 
 
 async def test_a_cancelled_batch_has_the_answers_that_were_given(site: Site) -> None:

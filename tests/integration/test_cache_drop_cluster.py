@@ -70,10 +70,7 @@ async def test_blocks_of_a_prompt_and_then_all_of_them(
 
         await until(known, "the router's index has the prompt")
 
-        async def written() -> bool:
-            return objects() >= both
-
-        await until(written, "all blocks are in the store")
+        await until(lambda: objects() >= both, "all blocks are in the store")
         code, printed = await tandem(
             "drop", TEXT, "--tenant", "acme", "--store", "--address", cluster.address, "--worker", "decode-0"
         )

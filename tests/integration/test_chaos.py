@@ -159,15 +159,14 @@ async def test_a_storm(sim_model, seed: int) -> None:  # type: ignore[no-untyped
             await asyncio.gather(*requests)
         await storm.calm()
 
-        async def forgotten() -> bool:
-            return {worker.worker_id for worker in fleet.workers} == set(storm.pool.workers)
+        await until(
+            lambda: {worker.worker_id for worker in fleet.workers} == set(storm.pool.workers),
+            "the router knows who is left",
+        )
 
-        await until(forgotten, "the router knows who is left")
-
-        async def unloaded() -> bool:
-            return all(view.running == view.queued_prefill_tokens == 0 for view in fleet.views())
-
-        await until(unloaded, "no load is left")
+        await until(
+            lambda: all(view.running == view.queued_prefill_tokens == 0 for view in fleet.views()), "no load is left"
+        )
         for worker in fleet.workers:
             assert not worker.unreported_decodes
             assert not worker.unreported_lends

@@ -142,10 +142,7 @@ async def test_a_stopped_worker_wakes(model: Path, cluster_of: Any) -> None:
         await until(lambda: are("S", "R"), "both run")
         await drilled.inject("stop", "decode-0", FaultOptions(seconds=2.0))
 
-        async def only_the_engine() -> bool:
-            return [state_of(pid) == "T" for pid in pids] == [False, True]
-
-        await until(only_the_engine, "the engine is stopped")
+        await until(lambda: [state_of(pid) == "T" for pid in pids] == [False, True], "the engine is stopped")
         await until(lambda: are("S", "R"), "the engine runs")
 
 

@@ -61,15 +61,11 @@ def holds(site: PickerSite, worker: Any, text: str) -> None:
 
 async def is_over(site: PickerSite) -> None:
     """Wait until nothing is counted any more."""
-
-    async def nothing_runs() -> bool:
-        return (site.model.dispatcher.admission.num_running, num_counted(site), site.model.dispatcher.num_waiting) == (
-            0,
-            0,
-            0,
-        )
-
-    await until(nothing_runs, "the exchange is over for the router, too")
+    dispatcher = site.model.dispatcher
+    await until(
+        lambda: not (dispatcher.admission.num_running or num_counted(site) or dispatcher.num_waiting),
+        "the exchange is over for the router, too",
+    )
 
 
 @pytest.mark.parametrize("mode", [DUPLEX, BUFFERED, PARTIAL])
@@ -213,10 +209,7 @@ async def test_the_lowest_priority_is_shed_first(folder: Path) -> None:
             low, high = request_of(body_of(**large, priority=1)), request_of(body_of(**large, priority=-1))
             waiting = asyncio.ensure_future(drive(second, low))
 
-            async def one_waits() -> bool:
-                return site.model.dispatcher.num_waiting == 1
-
-            await until(one_waits, "the second waits")
+            await until(lambda: site.model.dispatcher.num_waiting == 1, "the second waits")
             preferred = asyncio.ensure_future(drive(third, high))
             await waiting
             assert low.immediate.status.code == 429
@@ -269,10 +262,7 @@ async def test_a_gateway_that_dies_leaves_nothing_behind(folder: Path, when: str
             elif when == "queue":
                 waiting = asyncio.ensure_future(drive(call, gateway))
 
-                async def one_waits() -> bool:
-                    return site.model.dispatcher.num_waiting == 1
-
-                await until(one_waits, "it waits")
+                await until(lambda: site.model.dispatcher.num_waiting == 1, "it waits")
                 waiting.cancel()
             else:
                 await drive(call, gateway)
@@ -293,15 +283,9 @@ async def test_a_gateway_that_ends_its_call_leaves_the_queue(folder: Path) -> No
         while (message := gateway.next(gateway.request)) is not None:
             await call.write(message)
 
-        async def waits() -> bool:
-            return site.model.dispatcher.num_waiting == 1
-
-        async def left() -> bool:
-            return site.model.dispatcher.num_waiting == 0
-
-        await until(waits, "it waits")
+        await until(lambda: site.model.dispatcher.num_waiting == 1, "it waits")
         await call.done_writing()
-        await until(left, "it has left")
+        await until(lambda: site.model.dispatcher.num_waiting == 0, "it has left")
         assert await call.read() is grpc.aio.EOF
 
 
@@ -333,10 +317,7 @@ async def test_a_picker_that_stops_lets_answers_go_on(folder: Path) -> None:
         while (message := late.next(late.request)) is not None:
             await waiting.write(message)
 
-        async def one_waits() -> bool:
-            return site.model.dispatcher.num_waiting == 1
-
-        await until(one_waits, "the second waits")
+        await until(lambda: site.model.dispatcher.num_waiting == 1, "the second waits")
         site.drain.begin()
         async with calling(site.address) as new:
             assert await new.code() == grpc.StatusCode.UNAVAILABLE

@@ -140,10 +140,7 @@ async def test_records_and_feedback_are_kept(cluster_of: Any, tmp_path: Path) ->
         three = pb.Sampling(max_tokens=6, n=3, temperature=0)
         [piece async for piece in client.generate("Twice", sampling=three, request_id="r2")]
 
-        async def written() -> bool:
-            return kept.read_text().count("\n") == 3
-
-        await until(written, "all are written")
+        await until(lambda: kept.read_text().count("\n") == 3, "all are written")
     first, second, third = (json.loads(line) for line in kept.read_text().splitlines())
     assert first["request"]["request_id"] == second["feedback"]["request_id"] == "r1"
     assert first["request"]["output"] == ["".join(piece.text for piece in pieces)]
@@ -166,10 +163,7 @@ async def test_a_batch_file_is_worked_through_however_often_it_is_begun(
     async with cluster_of(model, prefill=0, decode=1, engine="sim", sim_step_ms=5) as cluster:
         running = asyncio.ensure_future(run_batch(quiet(), Target(cluster.address), source, target, 2, 60))
 
-        async def some_done() -> bool:
-            return target.exists() and target.read_text().count("\n") >= 5
-
-        await until(some_done, "five are done")
+        await until(lambda: target.exists() and target.read_text().count("\n") >= 5, "five are done")
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

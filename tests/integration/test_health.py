@@ -9,9 +9,8 @@ from cluster.network.rpc import LIVENESS, READINESS
 from engine.config import WorkerConfig
 from planner.runtime import PlannerConfig
 from support.ports import free_port
-from support.processes import Stream, engine_of, finished, pause, says, until
+from support.processes import Stream, engine_of, finished, pause, role, says, until
 from tandem.client import Client
-from tandem.local.local_cluster import start_role, stop_process
 
 
 async def until_ready(address: str, ready: bool) -> None:
@@ -23,13 +22,10 @@ async def until_ready(address: str, ready: bool) -> None:
 
 async def test_a_worker_that_no_router_knows_is_alive_and_not_ready(model: Path) -> None:
     config = WorkerConfig(model=model, engine="sim", routers=("127.0.0.1:1",), worker_id="alone")
-    worker = await start_role("decode_worker", "alone", config)
-    try:
+    async with role("decode_worker", "alone", config) as worker:
         assert await says(worker.address, LIVENESS)
         assert await says(worker.address, "")
         assert not await says(worker.address, READINESS)
-    finally:
-        await stop_process(worker.process)
 
 
 async def test_ready_is_who_can_serve(model: Path, cluster_of: Any) -> None:
@@ -74,8 +70,7 @@ async def test_who_is_cut_off_is_alive_and_not_ready(model: Path, cluster_of: An
         port = free_port()
         routers = (cluster.router.joined_at,)
         config = PlannerConfig(routers=routers, host="127.0.0.1", every_s=0.2, metrics_port=0, health_port=port)
-        planner = await start_role("planner", "planner", config)
-        try:
+        async with role("planner", "planner", config):
             both = cluster.decode[0].address, f"127.0.0.1:{port}"
             for address in both:
                 await until_ready(address, True)
@@ -83,8 +78,6 @@ async def test_who_is_cut_off_is_alive_and_not_ready(model: Path, cluster_of: An
             for address in both:
                 await until_ready(address, False)
                 assert await says(address, LIVENESS)
-        finally:
-            await stop_process(planner.process)
 
 
 async def test_an_engine_that_hangs_is_not_ready(model: Path, cluster_of: Any) -> None:

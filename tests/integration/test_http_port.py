@@ -49,35 +49,36 @@ async def cluster(
         yield started
 
 
-def ask(
+async def ask(
     cluster: LocalCluster, method: str, path: str, body: bytes | None = None, **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
     """(status, headers, body); header names have underscores here."""
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    with closing(http.client.HTTPConnection(cluster.router.http_address, timeout=60)) as connection:
-        connection.request(method, path, body, named)
-        answer = connection.getresponse()
-        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+
+    def asked() -> tuple[int, dict[str, str], bytes]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        with closing(http.client.HTTPConnection(cluster.router.http_address, timeout=60)) as connection:
+            connection.request(method, path, body, named)
+            answer = connection.getresponse()
+            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+
+    return await asyncio.to_thread(asked)
 
 
-def preflight(cluster: LocalCluster, path: str, origin: str) -> tuple[int, dict[str, str], bytes]:
-    return ask(
-        cluster,
-        "OPTIONS",
-        path,
-        origin=origin,
-        access_control_request_method="POST",
-        access_control_request_headers="authorization,content-type,x-stainless-lang",
-    )
+ALLOWED = "authorization,content-type,x-stainless-lang"
+
+
+async def preflight(cluster: LocalCluster, path: str, origin: str) -> tuple[int, dict[str, str], bytes]:
+    wanted = {"access_control_request_method": "POST", "access_control_request_headers": ALLOWED}
+    return await ask(cluster, "OPTIONS", path, origin=origin, **wanted)
 
 
 @pytest.mark.parametrize("path", [*POSTED, "/v1/files", "/v1/models"])
 async def test_a_preflight_needs_no_key_and_allows_the_clients_headers(cluster: LocalCluster, path: str) -> None:
-    status, headers, _ = await asyncio.to_thread(preflight, cluster, path, PAGE)
+    status, headers, _ = await preflight(cluster, path, PAGE)
     assert (status, headers["access-control-allow-origin"]) == (200, PAGE)
-    assert headers["access-control-allow-headers"] == "authorization,content-type,x-stainless-lang"
+    assert headers["access-control-allow-headers"] == ALLOWED
     assert "POST" in headers["access-control-allow-methods"]
-    status, headers, _ = await asyncio.to_thread(preflight, cluster, path, "https://other.example.com")
+    status, headers, _ = await preflight(cluster, path, "https://other.example.com")
     assert status == 400
     assert "access-control-allow-origin" not in headers
 
@@ -93,14 +94,12 @@ async def test_answers_streams_and_errors_say_which_page_may_read_them(cluster: 
         (401, CHAT, {}),
         (404, CHAT.replace(b"simulated", b"another"), CLIENT),
     ):
-        got, seen, content = await asyncio.to_thread(ask, cluster, "POST", CHATS, body, origin=PAGE, **headers)
+        got, seen, content = await ask(cluster, "POST", CHATS, body, origin=PAGE, **headers)
         assert (got, seen.get("access-control-allow-origin")) == (status, PAGE)
         assert got == 401 or "x-request-id" in seen["access-control-expose-headers"]
         if body is stream:
             assert content.endswith(b"data: [DONE]\n\n")
-    got, seen, _ = await asyncio.to_thread(
-        ask, cluster, "POST", CHATS, CHAT, origin="https://other.example.com", **CLIENT
-    )
+    got, seen, _ = await ask(cluster, "POST", CHATS, CHAT, origin="https://other.example.com", **CLIENT)
     assert got == 200
     assert "access-control-allow-origin" not in seen, "the browser does not show it to the page"
 
@@ -116,14 +115,14 @@ async def test_what_is_no_origin_is_refused_at_the_start(sim_model: Callable[...
 async def test_a_compressed_body_is_read_like_another(cluster: LocalCluster, path: str) -> None:
     whole = POSTED[path]
     for encoding, body in (("identity", whole), ("gzip", gzip.compress(whole)), ("deflate", zlib.compress(whole))):
-        got = await asyncio.to_thread(ask, cluster, "POST", path, body, content_encoding=encoding, **CLIENT)
+        got = await ask(cluster, "POST", path, body, content_encoding=encoding, **CLIENT)
         assert got[0] == 200, got
     for status, encoding, body in (
         (415, "br", whole),
         (400, "gzip", whole),
         (413, "gzip", gzip.compress(bytes(64 << 20))),
     ):
-        got = await asyncio.to_thread(ask, cluster, "POST", path, body, content_encoding=encoding, **CLIENT)
+        got = await ask(cluster, "POST", path, body, content_encoding=encoding, **CLIENT)
         assert got[0] == status, got
         said = json.loads(got[2])["error"]
         if status != 413:
@@ -133,22 +132,20 @@ async def test_a_compressed_body_is_read_like_another(cluster: LocalCluster, pat
 async def test_an_upload_has_no_encoding_and_a_batch_may(cluster: LocalCluster) -> None:
     form = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n--x--\r\n'
     kind = {"content_type": "multipart/form-data; boundary=x"} | CLIENT
-    got = await asyncio.to_thread(
-        ask, cluster, "POST", "/v1/files", gzip.compress(form), content_encoding="gzip", **kind
-    )
+    got = await ask(cluster, "POST", "/v1/files", gzip.compress(form), content_encoding="gzip", **kind)
     assert (got[0], json.loads(got[2])["error"]["param"]) == (415, "content-encoding")
     asked = gzip.compress(b'{"input_file_id": "file-none", "endpoint": "/v1/completions", "completion_window": "24h"}')
-    got = await asyncio.to_thread(ask, cluster, "POST", "/v1/batches", asked, content_encoding="gzip", **CLIENT)
+    got = await ask(cluster, "POST", "/v1/batches", asked, content_encoding="gzip", **CLIENT)
     assert (got[0], json.loads(got[2])["error"]["param"]) == (400, "input_file_id"), (
         "it was read: no such file is known"
     )
 
 
 async def test_ping_is_open_and_metrics_are_the_operators(cluster: LocalCluster) -> None:
-    assert (await asyncio.to_thread(ask, cluster, "GET", "/ping"))[0] == 200
-    assert (await asyncio.to_thread(ask, cluster, "GET", "/metrics"))[0] == 401
-    assert (await asyncio.to_thread(ask, cluster, "GET", "/metrics", **CLIENT))[0] == 403
-    status, headers, content = await asyncio.to_thread(ask, cluster, "GET", "/metrics", **OPERATOR)
+    assert (await ask(cluster, "GET", "/ping"))[0] == 200
+    assert (await ask(cluster, "GET", "/metrics"))[0] == 401
+    assert (await ask(cluster, "GET", "/metrics", **CLIENT))[0] == 403
+    status, headers, content = await ask(cluster, "GET", "/metrics", **OPERATOR)
     assert status == 200
     assert headers["content-type"].startswith("text/plain")
     assert b"tandem_time_to_first_token_seconds_count" in content
@@ -156,10 +153,10 @@ async def test_ping_is_open_and_metrics_are_the_operators(cluster: LocalCluster)
 
 async def test_without_settings_there_is_no_cors_and_no_metrics(sim_model: Callable[..., Path]) -> None:
     async with http_cluster(sim_model(400, speaks=True), engine="sim") as plain:
-        assert (await asyncio.to_thread(preflight, plain, COMPLETIONS, PAGE))[0] == 405
-        _, headers, _ = await asyncio.to_thread(ask, plain, "GET", "/health", origin=PAGE)
+        assert (await preflight(plain, COMPLETIONS, PAGE))[0] == 405
+        _, headers, _ = await ask(plain, "GET", "/health", origin=PAGE)
         assert "access-control-allow-origin" not in headers
-        status, _, content = await asyncio.to_thread(ask, plain, "GET", "/metrics")
+        status, _, content = await ask(plain, "GET", "/metrics")
         assert status == 404
         assert "metrics_on_http_port" in json.loads(content)["error"]["message"]
 
@@ -192,12 +189,8 @@ async def test_a_client_of_http_1_0_gets_no_chunks(cluster: LocalCluster, stream
 async def test_a_text_is_tokenised_with_and_without_special_tokens(cluster: LocalCluster) -> None:
     for wanted, status in ((True, 200), (False, 200), (3, 400)):
         body = json.dumps({"prompt": "word1", "add_special_tokens": wanted}).encode()
-        got, _, answer = await asyncio.to_thread(
-            ask, cluster, "POST", "/tokenize", body, authorization="Bearer tk-client"
-        )
+        got, _, answer = await ask(cluster, "POST", "/tokenize", body, **CLIENT)
         assert got == status, answer
     chat = {"messages": [{"role": "user", "content": "word1"}], "add_special_tokens": True}
-    got, _, answer = await asyncio.to_thread(
-        ask, cluster, "POST", "/tokenize", json.dumps(chat).encode(), authorization="Bearer tk-client"
-    )
+    got, _, answer = await ask(cluster, "POST", "/tokenize", json.dumps(chat).encode(), **CLIENT)
     assert (got, json.loads(answer)["error"]["param"]) == (400, "add_special_tokens")

@@ -21,7 +21,7 @@ from engine.errors import ModelRefused
 from engine.model.hub import CONFIG_FILES, LORA_FILES, MODEL_FILES, fetch, fetch_beside
 from router.config import RouterConfig
 from support.hub import EXPIRED, Hub, Served
-from support.processes import until
+from support.processes import role, until
 from support.sim_directories import write_sim_model
 from tandem.client import Client
 from tandem.local.local_cluster import start_role, stop_process
@@ -71,8 +71,7 @@ async def test_a_cluster_serves_a_repository_like_its_directory(hub: Hub, cluste
 
 
 async def test_a_router_fetches_no_weights_and_a_worker_does(hub: Hub) -> None:
-    router = await start_role("router", "router", RouterConfig.parse({"model": "org/story@feature/x", "port": 0}))
-    try:
+    async with role("router", "router", RouterConfig.parse({"model": "org/story@feature/x", "port": 0})) as router:
         assert set(hub.bodies()) == CONFIGS
         sim = WorkerConfig.parse({"model": "org/story", "engine": "sim", "routers": [router.address]})
         await stop_process((await start_role("decode_worker", "sim", sim)).process)
@@ -80,8 +79,6 @@ async def test_a_router_fetches_no_weights_and_a_worker_does(hub: Hub) -> None:
         found = await with_local_files(WorkerConfig.parse({"model": "org/story"}))
         assert hub.bodies(WEIGHTS) == [WEIGHTS]
         assert {file.name for file in found.model.iterdir()} == {*CONFIGS, WEIGHTS}
-    finally:
-        await stop_process(router.process)
 
 
 async def test_adapters_may_be_repositories(hub: Hub, tmp_path: Path) -> None:
@@ -225,10 +222,7 @@ async def test_a_download_ends_with_a_process_that_is_killed(hub: Hub) -> None:
     process.kill()
     await process.wait()
 
-    async def nothing_is_left() -> bool:
-        return not unfinished()
-
-    await until(nothing_is_left, "the download is gone, and its half file")
+    await until(lambda: not unfinished(), "the download is gone, and its half file")
 
 
 def test_a_file_that_begins_while_the_download_ends_is_not_left(tmp_path: Path) -> None:

@@ -74,17 +74,14 @@ async def test_a_worker_that_is_refused_again_and_again_says_so_once_and_leaves_
     memberships = joining_at(address)
     memberships.start()
 
-    async def asked_often() -> bool:
-        return router.asked > 20
-
-    await until(asked_often, "it has tried often")
+    await until(lambda: router.asked > 20, "it has tried often")
     await memberships.leave()
     await server.stop(0)
 
-    async def nothing_left() -> bool:
-        return not [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task.get_coro())]
-
-    await until(nothing_left, "what wrote to the routers has ended")
+    await until(
+        lambda: not [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task.get_coro())],
+        "what wrote to the routers has ended",
+    )
     assert said(caplog) == [("ERROR", f"router {address} could not be joined: worker_id: it is there")]
 
 
@@ -97,10 +94,7 @@ async def test_a_router_that_is_not_there_is_told_of_after_a_while(
     memberships = joining_at("127.0.0.1:1")
     memberships.start()
 
-    async def warned() -> bool:
-        return any(level == "WARNING" for level, _ in said(caplog))
-
-    await until(warned, "it warns")
+    await until(lambda: any(level == "WARNING" for level, _ in said(caplog)), "it warns")
     await asyncio.sleep(0.1)  # tries some more
     await memberships.leave()
     (first, *_, last), levels = said(caplog), [level for level, _ in said(caplog)]
@@ -127,10 +121,10 @@ async def test_no_single_router_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -
     memberships.start()
     failing = asyncio.ensure_future(memberships.failed())
 
-    async def refused_often() -> bool:
-        return refusing.asked > 20 and memberships.num_joined == 1
-
-    await until(refused_often, "one router has it and the other has refused it often")
+    await until(
+        lambda: refusing.asked > 20 and memberships.num_joined == 1,
+        "one router has it and the other has refused it often",
+    )
     assert not failing.done()
     having.error = Incompatible("other files", "model")
     await servers[1].stop(0)

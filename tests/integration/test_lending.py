@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.processes import LENDER_ALWAYS, Stream, until
 from tandem.client import Client
 from tandem.local.local_cluster import stop_process
@@ -166,41 +168,32 @@ async def test_a_lender_brings_back_what_it_evicted(model: Path, cluster_of: Any
         await audit([worker.address for worker in cluster.workers])
 
 
-async def test_the_disk_outlives_the_worker(model: Path, cluster_of: Any, ask: Any, audit: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_corrupt", [False, True])
+async def test_the_disk_outlives_the_worker_and_is_never_a_wrong_token(
+    model: Path, cluster_of: Any, ask: Any, audit: Any, tmp_path: Path, is_corrupt: bool
+) -> None:
+    """A corrupt one costs a recompute."""
     settings = TIERED | {"kv_disk_dir": tmp_path, "kv_disk_mib": 8}
     prompt = tokens(30, 200 * BLOCK + 1)
     cluster = cluster_of(model, prefill=0, decode=1, **settings)
     async with cluster, Client(cluster.address) as client:
         first = await ask(client, prompt, max_tokens=4)
         await fill(client, ask, range(31, 34))
+    if is_corrupt:
+        spoil(tmp_path)
     cluster = cluster_of(model, prefill=0, decode=1, **settings)
     async with cluster, Client(cluster.address) as client:
         second = await ask(client, prompt, max_tokens=4)
-        assert second.kv.restored_blocks == 200, second.kv
         assert second.token_ids == first.token_ids
-        await audit([worker.address for worker in cluster.workers])
-
-
-async def test_a_corrupt_disk_costs_a_recompute_and_never_a_wrong_token(
-    model: Path, cluster_of: Any, ask: Any, audit: Any, tmp_path: Path
-) -> None:
-    settings = TIERED | {"kv_disk_dir": tmp_path, "kv_disk_mib": 8}
-    prompt = tokens(40, 200 * BLOCK + 1)
-    cluster = cluster_of(model, prefill=0, decode=1, **settings)
-    async with cluster, Client(cluster.address) as client:
-        first = await ask(client, prompt, max_tokens=4)
-        await fill(client, ask, range(41, 44))
-    spoil(tmp_path)
-    cluster = cluster_of(model, prefill=0, decode=1, **settings)
-    async with cluster, Client(cluster.address) as client:
-        second = await ask(client, prompt, max_tokens=4)
-        assert second.kv.mismatched_blocks > 0
-        assert "corrupted" in second.kv.restore_failure
-        assert second.kv.loan_failure == ""
-        assert second.kv.restored_blocks < 200
-        assert second.token_ids == first.token_ids
-        third = await ask(client, prompt, max_tokens=4)
-        assert third.token_ids == first.token_ids
+        if is_corrupt:
+            assert second.kv.mismatched_blocks > 0
+            assert "corrupted" in second.kv.restore_failure
+            assert second.kv.loan_failure == ""
+            assert second.kv.restored_blocks < 200
+            third = await ask(client, prompt, max_tokens=4)
+            assert third.token_ids == first.token_ids
+        else:
+            assert second.kv.restored_blocks == 200, second.kv
         await audit([worker.address for worker in cluster.workers])
 
 

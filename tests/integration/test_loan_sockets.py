@@ -1,19 +1,144 @@
 """Loans between engines over real sockets: hellos, both directions, ends, silence, drills, TLS and garbage."""
 
+import os
+import selectors
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.network.tls import Credentials, File, MemberIdentity
 from kvcache.items import Item
-from loans.network import CUT_OFF, OTHER_VERSION, Peer, PlacementMark
+from loans.network import CUT_OFF, OTHER_VERSION, Blocks, Lent, LoanGiven, LoanTaken, Peer, PlacementMark, Started, Want
 from loans.peers import socket_network
+from loans.peers.socket_network import NetworkSettings, SocketNetwork
 from support.certificates import Authority
-from support.loan_networks import BLOCKS, STARTED, Engine, until, want_of
 from support.ports import free_port
+
+MODEL = b"m" * 16
+WAIT_S = 20.0
+"""Seconds after which a wait has failed; no test is as slow on any machine."""
+
+
+class Loop:
+    """The loop of one engine."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._event = os.eventfd(0, os.EFD_NONBLOCK)
+        self._selector.register(self._event, selectors.EVENT_READ, lambda: os.eventfd_read(self._event))
+
+    def watch(self, descriptor: int, on_readable: Callable[[], object]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, on_readable)
+
+    def watch_writing(self, descriptor: int, is_wanted: bool) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_wanted else 0)
+        self._selector.modify(descriptor, events, self._selector.get_key(descriptor).data)
+
+    def unwatch(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+
+    def wake(self) -> None:
+        os.eventfd_write(self._event, 1)
+
+    def wait(self, seconds: float) -> None:
+        for key, _ in self._selector.select(seconds):
+            key.data()
+
+
+class Taker:
+    """The borrower of one loan."""
+
+    def __init__(self) -> None:
+        self.messages: list[Lent] = []
+        self.reason: str | None = None
+        self.taken: LoanTaken
+
+    def lent(self, message: Lent) -> None:
+        assert self.reason is None, "a message came after the end"
+        self.messages.append(message)
+
+    def ended(self, reason: str) -> None:
+        assert self.reason is None, "the loan ended twice"
+        self.reason = reason
+
+
+class Engine:
+    """One engine's network, which lends what it is asked for."""
+
+    def __init__(
+        self, name: str, trust: MemberIdentity | None = None, silence_s: float = 1e6, model: bytes = MODEL
+    ) -> None:
+        self.loop = Loop()
+        self.incarnation = name.encode() * 4
+        self.endpoint = b"memory of " + name.encode()
+        settings = NetworkSettings(
+            name, self.incarnation, "127.0.0.1", 0, "localhost" if trust else "", silence_s, trust
+        )
+        self.network = SocketNetwork(settings, self.loop)
+        self.wants: list[Want] = []
+        self.given: list[LoanGiven] = []
+        self.released: list[tuple[int, int]] = []
+        self.closed: list[LoanGiven] = []
+        self.met: list[bytes] = []
+        self.address = self.network.start(_Gives(self), model, self.endpoint)
+        self.peer = Peer(name, self.address, self.incarnation)
+        self.is_stopped = False
+
+    def borrow(self, peer: Peer, want: Want) -> Taker:
+        taker = Taker()
+        taker.taken = self.network.open(peer, want, taker)
+        return taker
+
+    def turn(self) -> None:
+        if not self.is_stopped:
+            self.loop.wait(0.005)
+            self.network.turn()
+            self.network.beat(is_alive=True)
+            self.network.flush()
+
+
+class _Gives:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def opened(self, loan: LoanGiven, want: Want) -> None:
+        self._engine.wants.append(want)
+        self._engine.given.append(loan)
+
+    def released(self, loan: LoanGiven, first: int, count: int) -> None:
+        assert loan in self._engine.given
+        self._engine.released.append((first, count))
+
+    def closed(self, loan: LoanGiven) -> None:
+        assert loan not in self._engine.closed, "a loan was closed twice"
+        self._engine.closed.append(loan)
+
+    def met(self, endpoint: bytes) -> None:
+        self._engine.met.append(endpoint)
+
+
+def until(condition: Callable[[], Any], *engines: Engine) -> None:
+    """Turn all engines until something is true."""
+    give_up_at = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < give_up_at, "it does not become true"
+        for engine in engines:
+            engine.turn()
+
+
+def want_of(num_blocks: int = 3, **fields: Any) -> Want:
+    keys = [number.to_bytes(16, "big") for number in range(num_blocks)]
+    return Want("r", keys, 0, may_compute=True, token_ids=list(range(4 * num_blocks)), root=b"r")._replace(**fields)
+
+
+STARTED = Started(3, 1, 0.5)
+BLOCKS = Blocks(0, (7, 8), b"f" * 32, fetched=True)
+
 
 engines: list[Engine] = []
 
@@ -33,6 +158,14 @@ def engine(name: str, **options: object) -> Engine:
 
 def pair(**options: object) -> tuple[Engine, Engine]:
     return engine("a", **options), engine("b", **options)
+
+
+def lent(**options: object) -> tuple[Engine, Engine, Any]:
+    """Two engines and a loan of the second to the first, which the second has heard of."""
+    a, b = pair(**options)
+    loan = a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    return a, b, loan
 
 
 def test_a_loan_from_want_to_close() -> None:
@@ -142,9 +275,7 @@ def test_a_silent_engine_is_noticed_and_then_given_up() -> None:
 
 
 def test_signs_of_life_keep_a_loan_that_waits() -> None:
-    a, b = pair(silence_s=0.5)
-    loan = a.borrow(b.peer, want_of())
-    until(lambda: b.wants, a, b)
+    a, b, loan = lent(silence_s=0.5)
     began_at = a.network.now
     until(lambda: a.network.now - began_at > 1.5, a, b)
     assert loan.reason is None
@@ -153,9 +284,7 @@ def test_signs_of_life_keep_a_loan_that_waits() -> None:
 
 
 def test_an_idle_connection_is_no_silence() -> None:
-    a, b = pair(silence_s=0.5)
-    loan = a.borrow(b.peer, want_of())
-    until(lambda: b.wants, a, b)
+    a, b, loan = lent(silence_s=0.5)
     loan.taken.close()
     until(lambda: b.closed, a, b)
     began_at = a.network.now
@@ -168,9 +297,7 @@ def test_an_idle_connection_is_no_silence() -> None:
 
 def test_a_slow_reader_gets_everything_in_order() -> None:
     """The lender is far ahead: what its peer's socket does not take waits for credit and room."""
-    a, b = pair()
-    loan = a.borrow(b.peer, want_of())
-    until(lambda: b.wants, a, b)
+    a, b, loan = lent()
     b.given[0].send(STARTED)
     for number in range(2000):
         b.given[0].send(BLOCKS._replace(first=number, block_ids=(number,), fingerprints=bytes(8192)))
@@ -182,9 +309,7 @@ def test_a_slow_reader_gets_everything_in_order() -> None:
 
 def test_a_long_announcement_is_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loans.peers.connection.MAX_FINGERPRINT_BYTES", 64)
-    a, b = pair()
-    loan = a.borrow(b.peer, want_of())
-    until(lambda: b.wants, a, b)
+    a, b, loan = lent()
     b.given[0].send(BLOCKS._replace(block_ids=tuple(range(10)), fingerprints=bytes(160)))
     until(lambda: len(loan.messages) == 3, a, b)
     assert [(m.first, m.block_ids) for m in loan.messages] == [  # type: ignore[union-attr]
@@ -221,9 +346,7 @@ def test_engines_connect_ahead() -> None:
 
 
 def test_a_drill_cuts_off_a_worker() -> None:
-    a, b = pair()
-    loan = a.borrow(b.peer, want_of())
-    until(lambda: b.wants, a, b)
+    a, b, loan = lent()
     a.network.cut_off("b", 0.5)
     until(lambda: loan.reason and b.closed, a, b)
     again = a.borrow(b.peer, want_of())
@@ -265,9 +388,7 @@ def trusts(tmp_path: Path) -> dict[str, MemberIdentity]:
 
 
 def test_members_prove_themselves(trusts: dict[str, MemberIdentity]) -> None:
-    a, b = pair(trust=trusts["member"])
-    loan = a.borrow(b.peer, want_of())
-    until(lambda: b.wants, a, b)
+    a, b, loan = lent(trust=trusts["member"])
     b.given[0].send(BLOCKS._replace(block_ids=tuple(range(40_000)), fingerprints=bytes(16 * 40_000)))
     until(lambda: loan.messages, a, b)
     stranger, plain = engine("s", trust=trusts["stranger"]), engine("p")
@@ -290,9 +411,7 @@ GARBAGE = [
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage_ends_its_connection_only(garbage: bytes) -> None:
-    a, b = pair()
-    loan = a.borrow(b.peer, want_of())
-    until(lambda: b.wants, a, b)
+    a, b, loan = lent()
     host, _, port = b.address.rpartition(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(garbage)

@@ -205,10 +205,7 @@ async def test_one_models_workers_die_and_the_other_does_not_notice(
         assert finish.receipt.model_reason.endswith("passed over: large (no decode worker)")
         await audit(alive(cluster))
 
-        async def gone() -> bool:
-            return not any(state_of(pid) for pid in engines)
-
-        await until(gone, "no engine is left of what was killed")
+        await until(lambda: not any(state_of(pid) for pid in engines), "no engine is left of what was killed")
 
 
 @pytest.mark.parametrize("same_path", [True, False])

@@ -343,10 +343,7 @@ async def test_records_keep_a_thumbnail_and_no_picture(site: Site) -> None:
                 return sample
         return None
 
-    async def written() -> bool:
-        return line() is not None
-
-    await until(written, "the sample is written")
+    await until(lambda: line() is not None, "the sample is written")
     sample = line()
     assert sample is not None
     assert sample["prompt"]["messages"][0]["parts"] == [{"text": "sampled"}, {"media": {"kind": "image"}}]
@@ -412,10 +409,8 @@ async def test_nothing_is_held_when_all_is_over(site: Site) -> None:
 async def test_large_pictures_where_the_settings_allow_them(tmp_path: Path) -> None:
     """Above the limit of ordinary messages between processes."""
     model, large = write_media_model(tmp_path / "seeing"), FIRST + bytes(18 << 20)
-    config = PreprocessorConfig.parse({"model": model, "engine": "sim", "port": 0, "drain_s": 0.0, "max_item_mib": 32})
-    role = await start_role("preprocessor", "preprocessor", config)
-    router = {"model": None, "models": [{"path": model, "preprocessor": role.address}], "max_body_mib": 64}
-    try:
+    async with preprocessor(model=model, max_item_mib=32) as (_, role):
+        router = {"model": None, "models": [{"path": model, "preprocessor": role.address}], "max_body_mib": 64}
         async with http_cluster(model, router=router, **SIM) as cluster, Client(cluster.address) as client:
             message = ("user", [{"type": "image", "data": large}])
             pieces = client.generate(messages=[message], sampling=pb.Sampling(max_tokens=2))
@@ -425,8 +420,6 @@ async def test_large_pictures_where_the_settings_allow_them(tmp_path: Path) -> N
             status, _, said = await asyncio.to_thread(call, cluster.router.http_address, "/v1/chat/completions", body)
             assert status == 200, said
             assert said["usage"]["prompt_tokens"] == usage.prompt_tokens > num_tokens(large)
-    finally:
-        await stop_process(role.process)
 
 
 async def test_requests_go_on_with_another_preprocessor_and_end_without_any(tmp_path: Path) -> None:

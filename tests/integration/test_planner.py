@@ -123,10 +123,7 @@ async def test_pools_on_kubernetes_grow_under_load_though_calls_fail(model, clus
                 api.failing = 4
                 streams = [Stream(client, prompt_of(n, 40), 5000) for n in range(8)]
 
-                async def grown() -> bool:
-                    return api.replicas["serving", "d"] == 3
-
-                await until(grown, "the decode pool is to have three workers")
+                await until(lambda: api.replicas["serving", "d"] == 3, "the decode pool is to have three workers")
                 assert api.replicas["serving", "p"] == 1
                 said = await metrics_of(planner.addresses.metrics)
                 assert said['tandem_planner_wanted_workers{model_name="",role="decode"}'] == 3
@@ -134,10 +131,7 @@ async def test_pools_on_kubernetes_grow_under_load_though_calls_fail(model, clus
                 assert said['tandem_planner_failures_total{what="observe"}'] >= 2
                 await asyncio.gather(*(stream.cancel() for stream in streams))
 
-                async def shrunk() -> bool:
-                    return api.replicas["serving", "d"] == 1
-
-                await until(shrunk, "it has shrunk again")
+                await until(lambda: api.replicas["serving", "d"] == 1, "it has shrunk again")
                 await stop_process(cluster.routers[1].process)
                 before = said['tandem_planner_failures_total{what="observe"}']
                 (one,) = await finished([Stream(client, prompt_of(99, 40), 100)])
@@ -200,10 +194,7 @@ async def test_roles_follow_the_load_where_no_worker_comes_or_goes(model, cluste
 
             await until(switched, "two prefill workers decode")
 
-            async def three_run() -> bool:
-                return sum(len(stream.token_ids) > 0 for stream in streams) >= 3
-
-            await until(three_run, "each of them has a request")
+            await until(lambda: sum(len(stream.token_ids) > 0 for stream in streams) >= 3, "each of them has a request")
             await asyncio.gather(*(stream.cancel() for stream in streams))
             late = await finished([Stream(client, prompt_of(100 + n, 40), 20) for n in range(8)])
             assert len({stream.receipt.placement.decode_worker for stream in late}) > 1

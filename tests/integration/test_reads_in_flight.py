@@ -11,12 +11,11 @@ from kvtransfer.transport import MAX_POSTED_BYTES, Peer, Read, Span
 from support.transport_worlds import WORLDS
 
 WINDOW = MAX_POSTED_BYTES
+Stopped = tuple[ProcessWorld, ProcessLender, Peer]
 
 
 @pytest.fixture(params=["nixl", "ucxx"])
-def stopped(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[ProcessWorld, ProcessLender, Peer]]:
+def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stopped]:
     """A connected lender that is stopped, so that a read from it stays in flight."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     lender = ProcessLender(7, WINDOW, request.param, UCX_TLS="tcp")
@@ -31,9 +30,7 @@ def stopped(
         lender.kill()
 
 
-def test_a_read_in_flight_cannot_be_cancelled_and_completes(
-    stopped: tuple[ProcessWorld, ProcessLender, Peer],
-) -> None:
+def test_a_read_in_flight_cannot_be_cancelled_and_completes(stopped: Stopped) -> None:
     world, lender, peer = stopped
     read = world.reader.read(peer, [Span(0, 0, WINDOW)])
     wait_until(read.running, "the read is posted")
@@ -43,7 +40,7 @@ def test_a_read_in_flight_cannot_be_cancelled_and_completes(
     assert world.memory[:WINDOW].tobytes() == lender.data.tobytes()
 
 
-def test_a_silent_peer_holds_up_no_other(stopped: tuple[ProcessWorld, ProcessLender, Peer]) -> None:
+def test_a_silent_peer_holds_up_no_other(stopped: Stopped) -> None:
     world, lender, peer = stopped
     stuck = world.reader.read(peer, [Span(0, 0, WINDOW - BLOCK)])
     other = ProcessLender(8, transport=world.transport, UCX_TLS="tcp")
@@ -57,9 +54,7 @@ def test_a_silent_peer_holds_up_no_other(stopped: tuple[ProcessWorld, ProcessLen
         other.kill()
 
 
-def test_a_peer_killed_in_mid_read_fails_it_and_what_waits_behind_it(
-    stopped: tuple[ProcessWorld, ProcessLender, Peer],
-) -> None:
+def test_a_peer_killed_in_mid_read_fails_it_and_what_waits_behind_it(stopped: Stopped) -> None:
     world, lender, peer = stopped
     reads = [world.reader.read(peer, [Span(0, 0, WINDOW)]) for _ in range(3)]
     wait_until(reads[0].running, "the read is posted")
@@ -69,9 +64,7 @@ def test_a_peer_killed_in_mid_read_fails_it_and_what_waits_behind_it(
             world.done(read)
 
 
-def test_dropping_a_silent_peer_leaves_what_is_posted_until_it_is_quiet(
-    stopped: tuple[ProcessWorld, ProcessLender, Peer],
-) -> None:
+def test_dropping_a_silent_peer_leaves_what_is_posted_until_it_is_quiet(stopped: Stopped) -> None:
     """The read is settled only when nothing is written any more; one of a new connection comes through as well."""
     world, lender, peer = stopped
     reads = [world.reader.read(peer, [Span(0, 0, WINDOW)]) for _ in range(3)]
@@ -90,9 +83,7 @@ def test_dropping_a_silent_peer_leaves_what_is_posted_until_it_is_quiet(
     assert world.memory[:WINDOW].tobytes() == at_its_end
 
 
-def test_after_close_nothing_is_written_by_a_peer_that_wakes(
-    stopped: tuple[ProcessWorld, ProcessLender, Peer],
-) -> None:
+def test_after_close_nothing_is_written_by_a_peer_that_wakes(stopped: Stopped) -> None:
     """A read in flight fails, and only once its memory is safe to use: here it is refilled at that very moment."""
     world, lender, peer = stopped
     in_flight = world.reader.read(peer, [Span(0, 0, WINDOW)])

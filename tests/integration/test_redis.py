@@ -29,12 +29,6 @@ NAME = "test"
 WINDOW_S = 3600
 
 
-@pytest.fixture
-async def redis(tmp_path: Path) -> AsyncIterator[RedisServer]:
-    async with RedisServer(tmp_path) as server:
-        yield server
-
-
 class Watched:
     """The listings of a worker."""
 
@@ -50,10 +44,7 @@ class Watched:
             self.count += 1
 
     async def sees(self, *addresses: str) -> None:
-        async def seen() -> bool:
-            return self.listing == set(addresses)
-
-        await until(seen, f"{addresses} are listed, and not {self.listing}")
+        await until(lambda: self.listing == set(addresses), f"{addresses} are listed, and not {self.listing}")
 
     async def close(self) -> None:
         self.task.cancel()
@@ -206,10 +197,7 @@ async def test_the_wrong_type_at_the_key_is_said_at_start_and_mended_later(
     def said() -> int:
         return sum("has 'test:routers' in use" in record.getMessage() for record in caplog.records)
 
-    async def told() -> bool:
-        return said() > 0
-
-    await until(told, "it is logged")
+    await until(lambda: said() > 0, "it is logged")
     await asyncio.sleep(1.0)
     assert said() == 1, "logged once, tried again and again"
     await redis.command("DEL", f"{NAME}:routers")
@@ -338,10 +326,7 @@ async def test_without_redis_each_router_counts_alone(
     assert len(alone) == 1
     await (redis.start() if how == "killed" else asyncio.to_thread(redis.wake))
 
-    async def back() -> bool:
-        return any("again" in record.message for record in caplog.records)
-
-    await until(back, "the ledger has noticed")
+    await until(lambda: any("again" in record.message for record in caplog.records), "the ledger has noticed")
     shared = RedisLedger(redis.url, NAME, limit_s=30.0)
     assert await shared.charge("u", 100, 100, WINDOW_S) is None
     assert await ledger.charge("u", 1, 100, WINDOW_S) is not None, "counted together again"

@@ -18,16 +18,7 @@ from engine.config import WorkerConfig
 from router.config import RouterConfig
 from support.long_runs import long, mostly_long
 from support.ports import free_port
-from support.processes import (
-    Stream,
-    alive,
-    assert_equal_answers,
-    engine_of,
-    finished,
-    running,
-    until,
-    workers_joined,
-)
+from support.processes import Stream, alive, assert_equal_answers, engine_of, finished, running, until, workers_joined
 from support.redis_server import RedisServer
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
@@ -39,12 +30,6 @@ SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 4.0, "max_prefill_tokens"
 @pytest.fixture(scope="module")
 def model(sim_model: Callable[..., Path]) -> Path:
     return sim_model(VOCAB)
-
-
-@pytest.fixture
-async def redis(tmp_path: Path) -> AsyncIterator[RedisServer]:
-    async with RedisServer(tmp_path) as server:
-        yield server
 
 
 def prompt_of(seed: int, num_tokens: int = 150) -> list[int]:

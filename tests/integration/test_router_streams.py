@@ -108,10 +108,10 @@ async def test_a_worker_that_cannot_be_reached_is_told_so_and_joins_once_it_can(
             "decode", worker_of(model, router, port=port, stream_port=stream_port, advertise_host="127.0.0.2")
         )
 
-        async def is_told() -> bool:
-            return f"no connection to worker d at 127.0.0.2:{stream_port} (stream_port)" in caplog.text
-
-        await until(is_told, "the worker is told why")
+        await until(
+            lambda: f"no connection to worker d at 127.0.0.2:{stream_port} (stream_port)" in caplog.text,
+            "the worker is told why",
+        )
         async with CutLink("127.0.0.2", stream_port, "127.0.0.1"):
             await client.wait_for_workers(0, 1, 120)
             assert len(await tokens(client)) == NUM_TOKENS

@@ -65,19 +65,28 @@ class Site:
 
     @property
     def visitor(self) -> ClientIdentity:
-        return ClientIdentity(self.cluster_ca.path, self.client.cert, self.client.key)
+        return self.trusting(self.client)
 
     def asks_as(self, key: str) -> Client:
         return Client(self.cluster.address, api_key=key, tls=self.visitor)
 
-    def https(
-        self, address: str, visitor: ClientIdentity, path: str, body: Any = None, **headers: str
-    ) -> tuple[int, Any]:
-        context = visitor.for_http()
-        with closing(http.client.HTTPSConnection(address, timeout=20, context=context)) as connection:
-            connection.request("GET" if body is None else "POST", path, body and json.dumps(body), headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
+    def trusting(self, issued: Issued | None = None) -> ClientIdentity:
+        """Of somebody who trusts the cluster, perhaps with a certificate."""
+        return ClientIdentity(self.cluster_ca.path, *((issued.cert, issued.key) if issued else ()))
+
+    async def https(
+        self, path: str, body: Any = None, *, address: str = "", visitor: ClientIdentity | None = None, **headers: str
+    ) -> tuple[int, bytes]:
+        """Status and content; by default the router's, for its visitor."""
+
+        def ask() -> tuple[int, bytes]:
+            at, context = address or self.cluster.router.http_address, (visitor or self.visitor).for_http()
+            with closing(http.client.HTTPSConnection(at, timeout=20, context=context)) as connection:
+                connection.request("GET" if body is None else "POST", path, body and json.dumps(body), headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read()
+
+        return await asyncio.to_thread(ask)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -105,45 +114,29 @@ async def test_everything_works_over_tls(site: Site, ask: Ask) -> None:
         assert answer.placement.lender, "router, decode and prefill worker had to speak to each other"
         assert answer.kv.moved_blocks
     body = {"model": "simulated", "prompt": "abc", "max_tokens": 4, "temperature": 0}
-    status, said = await asyncio.to_thread(
-        site.https,
-        site.cluster.router.http_address,
-        site.visitor,
-        "/v1/completions",
-        body,
-        authorization="Bearer tk-bob",
-    )
+    status, said = await site.https("/v1/completions", body, authorization="Bearer tk-bob")
     assert status == 200, said
     assert json.loads(said)["usage"]["completion_tokens"] == 4
 
 
 async def test_metrics_are_for_those_who_scrape(site: Site) -> None:
     for role in (site.cluster.router, *site.cluster.workers):
-        status, said = await asyncio.to_thread(site.https, role.metrics_address, site.visitor, "/metrics")
+        status, said = await site.https("/metrics", address=role.metrics_address)
         assert status == 200
         assert b"tandem_" in said
-        for visitor in (
-            ClientIdentity(site.cluster_ca.path),
-            ClientIdentity(site.cluster_ca.path, *_paths(site.stranger)),
-        ):
+        for visitor in (site.trusting(), site.trusting(site.stranger)):
             with pytest.raises((ssl.SSLError, ConnectionError)):
-                await asyncio.to_thread(site.https, role.metrics_address, visitor, "/metrics")
-
-
-def _paths(issued: Issued) -> tuple[Path, Path]:
-    return issued.cert, issued.key
+                await site.https("/metrics", address=role.metrics_address, visitor=visitor)
 
 
 def _strangers(site: Site) -> dict[str, Any]:
     """Who is no member, each by what it opens channels with."""
     return {
         "sent unencrypted": None,
-        "without a certificate": ClientIdentity(site.cluster_ca.path),
+        "without a certificate": site.trusting(),
         "with a client's": site.visitor,
-        "with another authority's": ClientIdentity(site.cluster_ca.path, *_paths(site.stranger)),
-        "with its own": ClientIdentity(
-            site.cluster_ca.path, *_paths(Authority(site.keys.parent, "cluster2").issue("member2"))
-        ),
+        "with another authority's": site.trusting(site.stranger),
+        "with its own": site.trusting(Authority(site.keys.parent, "cluster2").issue("member2")),
     }
 
 
@@ -155,10 +148,7 @@ async def test_streams_are_for_members_only(site: Site) -> None:
     stream = MuxStream(b"member")
     await stream.connect(address, member)
 
-    async def is_taken() -> bool:
-        return opened == [b"member"]
-
-    await until(is_taken, "the member's is taken")
+    await until(lambda: opened == [b"member"], "the member's is taken")
     assert stream.ended is None
     for identity in (None, member_of(site.client, site.cluster_ca), member_of(site.stranger, site.cluster_ca)):
         refused = MuxStream(b"stranger")
@@ -232,30 +222,19 @@ async def test_no_internal_service_is_on_the_public_port(site: Site) -> None:
 
 
 async def test_clients_need_a_certificate_of_their_own_authority(site: Site) -> None:
-    member = ClientIdentity(site.cluster_ca.path, *_paths(site.issued))
-    for visitor in (
-        None,
-        ClientIdentity(site.cluster_ca.path),
-        member,
-        ClientIdentity(site.stranger_ca.path, *_paths(site.client)),
-    ):
+    distrusting = ClientIdentity(site.stranger_ca.path, site.client.cert, site.client.key)
+    for visitor in (None, site.trusting(), site.trusting(site.issued), distrusting):
         async with Client(site.cluster.address, api_key="tk-alice", tls=visitor) as client:
             with pytest.raises(Unavailable):
                 await client.list_models(timeout_s=5)
         with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
-            await asyncio.to_thread(
-                site.https,
-                site.cluster.router.http_address,
-                visitor or ClientIdentity(site.stranger_ca.path),
-                "/v1/models",
-            )
+            await site.https("/v1/models", visitor=visitor or ClientIdentity(site.stranger_ca.path))
 
 
 # ------------------------------------------------------------------------------------------------ keys
 
 
 async def test_no_key_no_service(site: Site) -> None:
-    address = site.cluster.router.http_address
     for key in ("", "tk-mallory", "tk-alice "[:-2]):
         async with site.asks_as(key) as client:
             with pytest.raises(Unauthenticated):
@@ -272,14 +251,14 @@ async def test_no_key_no_service(site: Site) -> None:
             ("/v1/chat/completions", {}),
         ):
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            status, said = await asyncio.to_thread(site.https, address, site.visitor, path, body, **headers)
+            status, said = await site.https(path, body, **headers)
             assert status == 401, path
             assert json.loads(said)["error"]["code"] == "invalid_api_key"
     for path in ("/metrics", "/v1/usage", "/no/such/path"):
-        assert (await asyncio.to_thread(site.https, address, site.visitor, path))[0] == 401, "closed unless opened"
+        assert (await site.https(path))[0] == 401, "closed unless opened"
     for path in ("/health", "/version", "/openapi.json", "/docs"):
-        assert (await asyncio.to_thread(site.https, address, site.visitor, path))[0] == 200, path
-    status, said = await asyncio.to_thread(site.https, address, site.visitor, "/ready")
+        assert (await site.https(path))[0] == 200, path
+    status, said = await site.https("/ready")
     assert (status, json.loads(said)) == (200, {"status": "ready"}), "and no models' names"
     async with channel(site.cluster.address, site.visitor) as link:
         for method in ("/tandem.v1.Inference/NoSuchMethod", "/tandem.internal.v1.Membership/Members"):
@@ -296,15 +275,12 @@ async def test_a_key_of_one_tenant_cannot_be_anothers(site: Site) -> None:
 
 async def test_what_is_everybodys_is_for_operators(site: Site) -> None:
     """The console shows requests of all tenants, and ClusterStatus all models."""
-    address = site.cluster.router.http_address
 
     async def console(key: str) -> int:
-        header = f"Bearer {key}"
-        status, _ = await asyncio.to_thread(site.https, address, site.visitor, "/console/data", authorization=header)
-        return status
+        return (await site.https("/console/data", authorization=f"Bearer {key}"))[0]
 
     assert [await console(key) for key in ("tk-alice", "tk-op", "tk-nobody")] == [403, 200, 401]
-    assert (await asyncio.to_thread(site.https, address, site.visitor, "/console/data"))[0] == 401
+    assert (await site.https("/console/data"))[0] == 401
     async with site.asks_as("tk-alice") as alice, site.asks_as("tk-op") as operator:
         with pytest.raises(Forbidden):
             await alice.cluster_status()

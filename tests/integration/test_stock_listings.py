@@ -73,10 +73,7 @@ async def api(tmp_path: Path) -> AsyncIterator[WatchApi]:
 def said(caplog: pytest.LogCaptureFixture, text: str) -> Callable[[], Any]:
     """Return a condition: a record of the log has the text."""
 
-    async def logged() -> bool:
-        return any(text in record.getMessage() for record in caplog.records)
-
-    return logged
+    return lambda: any(text in record.getMessage() for record in caplog.records)
 
 
 async def test_a_file_is_followed_while_it_is_missing_broken_and_rewritten(
@@ -184,10 +181,7 @@ async def test_a_watch_that_breaks_goes_on_from_where_it_was(api: WatchApi) -> N
 
 
 async def watching(api: WatchApi) -> None:
-    async def one() -> bool:
-        return api.num_watches == 1
-
-    await until(one, "a watch is open")
+    await until(lambda: api.num_watches == 1, "a watch is open")
 
 
 @pytest.mark.parametrize("when", ["between watches", "within a watch"])
@@ -254,10 +248,7 @@ async def test_an_api_server_that_is_away_or_silent_or_fails_keeps_the_last_list
         await followed.lists("10.0.0.1:8000")
         num_calls = len(api.calls)
 
-        async def asked_again() -> bool:
-            return len(api.calls) > num_calls + 2
-
-        await until(asked_again, "a watch that is silent is given up")
+        await until(lambda: len(api.calls) > num_calls + 2, "a watch that is silent is given up")
         await api.leave()
         await until(said(caplog, "Cannot connect to host"), "its absence is logged")
         api.failing = 2

@@ -165,10 +165,7 @@ async def test_streams_leave_a_server_that_stands_still(model: Path, stands_stil
     async with routed(model, servers) as client:
         streams = [asyncio.ensure_future(ask(client, prompt_of(number))) for number in range(4)]
 
-        async def waits() -> bool:
-            return servers[0].num_open > 0
-
-        await until(waits, "a stream waits")
+        await until(lambda: servers[0].num_open > 0, "a stream waits")
         servers[0].script.stands_still = stands_still
         for number, stream in enumerate(streams):
             assert (await stream).tokens == {0: expected_tokens(prompt_of(number), 40)}
@@ -217,10 +214,7 @@ async def test_servers_come_and_go_with_their_file(model: Path, tmp_path: Path) 
         servers[0].script.waits_after = 5
         stream = asyncio.ensure_future(ask(asking))
 
-        async def waits() -> bool:
-            return servers[0].num_open > 0
-
-        await until(waits, "the stream waits")
+        await until(lambda: servers[0].num_open > 0, "the stream waits")
         file.write_text(yaml.safe_dump([{"url": server.url} for server in servers[1:]]))
 
         async def drains() -> bool:
@@ -269,9 +263,10 @@ async def test_a_fleet_grows_to_forty_servers_and_back_under_load(model: Path, t
             streams = [group.create_task(load()) for _ in range(20)]
             for number in (10, 40, 15, 2):
                 await listed(number)
+                if number == 40:
+                    await until(lambda: sum(bool(server.bodies) for server in servers) > 20, "most of them serve")
             goes_on = False
         assert all(stream.result() > 0 for stream in streams)
-        assert sum(bool(server.bodies) for server in servers) > 20
 
 
 async def test_a_server_that_died_comes_back_at_its_address(model: Path) -> None:
@@ -302,21 +297,15 @@ async def test_adapters_are_models_of_their_own(model: Path) -> None:
 
 async def test_a_lender_is_named_to_the_server_that_borrows(model: Path) -> None:
     decode, prefill = ScriptedServer(connector=True), ScriptedServer(connector=True)
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(decode)
-        await stack.enter_async_context(prefill)
+    async with decode, prefill:
         entries = [
-            {"url": decode.url, "role": "decode", "kv_events_port": None},
-            {"url": prefill.url, "role": "prefill", "kv_events_port": None},
+            {"url": server.url, "role": role, "kv_events_port": None}
+            for server, role in ((decode, "decode"), (prefill, "prefill"))
         ]
-        values = {"servers": entries, "model": model, "name": "m"}
-        settings = {"port": 0, "fleet": values, "decode_prefill_tokens_per_s": 100.0, "learn_rates": False}
-        router = await start_router(RouterConfig.parse(settings))
-        stack.push_async_callback(router.stop)
-        client = Client(router.address)
-        stack.push_async_callback(client.close)
-        await met(client, decode.worker_id, prefill.worker_id)
-        answer = await ask(client, list(range(100, 600)), num=3)
+        settings = {"decode_prefill_tokens_per_s": 100.0, "learn_rates": False}
+        async with routed(model, [], entries, **settings) as client:
+            await met(client, decode.worker_id, prefill.worker_id)
+            answer = await ask(client, list(range(100, 600)), num=3)
         assert decode.bodies[0]["kv_transfer_params"] == {"lender": prefill.url}
         assert not prefill.bodies
         receipt = answer.finish.receipt

@@ -42,10 +42,9 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     async def until_ended(self, count: int) -> None:
         """So many requests' own spans have come."""
 
-        async def there() -> bool:
-            return sum(span.name == "generate" for _, span in self.spans) >= count
-
-        await until(there, f"{count} traces have come")
+        await until(
+            lambda: sum(span.name == "generate" for _, span in self.spans) >= count, f"{count} traces have come"
+        )
 
 
 @asynccontextmanager

@@ -97,41 +97,40 @@ def test_metadata_of_nixl_cut_short_is_refused(
         nixl_world.reader.connect(json.dumps(fields).encode())
 
 
-def test_nixl_never_hears_of_a_peer_whose_memory_is_read_without_it(lenders: list[ProcessLender]) -> None:
+@pytest.fixture
+def reader() -> Iterator[NixlTransport]:
+    """One with a pool of a block."""
+    made = NixlTransport("within-the-host")
+    made.register(Pool(np.zeros((1, BLOCK), np.uint8)))
+    yield made
+    made.close()
+
+
+def test_nixl_never_hears_of_a_peer_whose_memory_is_read_without_it(
+    lenders: list[ProcessLender], reader: NixlTransport
+) -> None:
     """A lender would poll a whole core until each borrower's UCX has answered its connection."""
-    reader = NixlTransport("within-the-host")
-    reader.register(Pool(np.zeros((1, BLOCK), np.uint8)))
     fields = json.loads(lenders[0].endpoint)
     del fields["process"]
-    try:
-        for endpoint, is_told in [(lenders[0].endpoint, False), (json.dumps(fields).encode(), True)]:
-            peer = reader.connect(endpoint)
-            reader.read(peer, [Span(0, 0, BLOCK)]).result(TIMEOUT_S)
-            assert reader._agent.check_remote_metadata(peer.name) is is_told
-            reader.drop(peer)
-        reader.connect(lenders[0].endpoint)
-    finally:
-        reader.close()
+    for endpoint, is_told in [(lenders[0].endpoint, False), (json.dumps(fields).encode(), True)]:
+        peer = reader.connect(endpoint)
+        reader.read(peer, [Span(0, 0, BLOCK)]).result(TIMEOUT_S)
+        assert reader._agent.check_remote_metadata(peer.name) is is_told
+        reader.drop(peer)
+    reader.connect(lenders[0].endpoint)
 
 
-def test_lanes_within_one_host(lenders: list[ProcessLender], file_lenders: list[ProcessLender]) -> None:
+def test_lanes_within_one_host(
+    lenders: list[ProcessLender], file_lenders: list[ProcessLender], reader: NixlTransport
+) -> None:
     """What may be mapped is; a file that is another one by now is nobody's, and its process is read without it."""
-    reader = NixlTransport("lanes")
-    reader.register(Pool(np.zeros((1, BLOCK), np.uint8)))
     fields = json.loads(file_lenders[1].endpoint)
     fields["file"]["secret"] = "00" * 16
     another = json.dumps(fields).encode()
-    try:
-        for endpoint, lane in [
-            (lenders[0].endpoint, ATTACHED),
-            (file_lenders[0].endpoint, MAPPED),
-            (another, ATTACHED),
-        ]:
-            peer = reader.connect(endpoint)
-            reader.read(peer, [Span(0, 0, BLOCK)]).result(TIMEOUT_S)
-            assert peer.lanes == (lane,)
-    finally:
-        reader.close()
+    for endpoint, lane in [(lenders[0].endpoint, ATTACHED), (file_lenders[0].endpoint, MAPPED), (another, ATTACHED)]:
+        peer = reader.connect(endpoint)
+        reader.read(peer, [Span(0, 0, BLOCK)]).result(TIMEOUT_S)
+        assert peer.lanes == (lane,)
 
 
 @pytest.mark.parametrize("num_bytes", [BLOCK, 2 * SMALL_BYTES], ids=["on the caller's thread", "on the transport's"])

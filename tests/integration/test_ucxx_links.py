@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,8 @@ from kvtransfer.ucxx import UcxxTransport
 POOL_BYTES = 1 << 16
 TIMEOUT_S = 20.0
 UNTOUCHED = 0xEE
+Lender = tuple[UcxxTransport, UcxxEndpoint]
+Reading = tuple[UcxxTransport, Pool]
 
 
 def open_with_pool(num_bytes: int = POOL_BYTES, fill: int = UNTOUCHED) -> tuple[UcxxTransport, Pool, bytes]:
@@ -39,7 +42,7 @@ def open_with_pool(num_bytes: int = POOL_BYTES, fill: int = UNTOUCHED) -> tuple[
 
 
 @pytest.fixture
-def lender() -> Iterator[tuple[UcxxTransport, UcxxEndpoint]]:
+def lender() -> Iterator[Lender]:
     """In this process; whatever the test did to it, it still serves."""
     transport, pool, packed = open_with_pool()
     pool.memory[0] = np.arange(POOL_BYTES, dtype=np.uint64).astype(np.uint8)
@@ -51,6 +54,14 @@ def lender() -> Iterator[tuple[UcxxTransport, UcxxEndpoint]]:
     finally:
         reader.close()
         transport.close()
+
+
+@pytest.fixture
+def reading() -> Iterator[Reading]:
+    """A transport that reads, and its own pool."""
+    reader, pool, _ = open_with_pool()
+    yield reader, pool
+    reader.close()
 
 
 @pytest.fixture
@@ -83,6 +94,12 @@ class Borrower:
             if frames := self._reader.feed(received):
                 return frames[0][0], frames[0][1].decode(errors="replace")
 
+    def is_refused(self, answer: str) -> None:
+        heard = self.heard()
+        assert heard is not None
+        assert heard[0] == Kind.REFUSED
+        assert answer in heard[1]
+
 
 def request(*pieces: tuple[int, int], number: int = 1) -> bytes:
     return pack_frame(Kind.READ, NUMBER.pack(number) + b"".join(SPAN.pack(*piece) for piece in pieces))
@@ -99,19 +116,14 @@ def request(*pieces: tuple[int, int], number: int = 1) -> bytes:
         (request((0, 8)), "unexpected message READ"),
     ],
 )
-def test_whoever_does_not_greet_properly_is_refused(
-    lender: tuple[UcxxTransport, UcxxEndpoint], said: bytes, answer: str
-) -> None:
+def test_whoever_does_not_greet_properly_is_refused(lender: Lender, said: bytes, answer: str) -> None:
     borrower = Borrower(lender[1])
     borrower.say(said)
-    heard = borrower.heard()
-    assert heard is not None
-    assert heard[0] == Kind.REFUSED
-    assert answer in heard[1]
+    borrower.is_refused(answer)
     assert borrower.heard() is None
 
 
-def test_an_address_that_nobody_signed_never_reaches_ucx(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
+def test_an_address_that_nobody_signed_never_reaches_ucx(lender: Lender) -> None:
     """UCX would read it as structures of its own, wherever they lead."""
     borrower = Borrower(lender[1])
     borrower.say(pack_frame(Kind.HELLO, pack_greeting(replace(lender[1], secret=bytes(32)), b"\xff" * 200)))
@@ -134,7 +146,7 @@ def test_an_address_that_nobody_signed_never_reaches_ucx(lender: tuple[UcxxTrans
     ],
 )
 def test_a_borrower_who_asks_for_what_is_not_there_is_refused(
-    lender: tuple[UcxxTransport, UcxxEndpoint], end: UcxEnd, said: bytes, answer: str
+    lender: Lender, end: UcxEnd, said: bytes, answer: str
 ) -> None:
     borrower = Borrower(lender[1])
     borrower.say(pack_frame(Kind.HELLO, pack_greeting(lender[1], end.address)))
@@ -142,68 +154,63 @@ def test_a_borrower_who_asks_for_what_is_not_there_is_refused(
     assert welcome is not None
     assert welcome[0] == Kind.WELCOME
     borrower.say(said)
-    heard = borrower.heard()
-    assert heard is not None
-    assert heard[0] == Kind.REFUSED
-    assert answer in heard[1]
+    borrower.is_refused(answer)
 
 
-def test_a_process_at_the_address_of_another_is_not_taken_for_it(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
-    reader, pool, _ = open_with_pool()
-    try:
-        former = replace(lender[1], incarnation=bytes(16))
-        read = reader.read(reader.connect(former.pack()), [Span(0, 0, 8)])
-        with pytest.raises(TransferError, match="another incarnation"):
-            read.result(TIMEOUT_S)
-        assert (pool.memory == UNTOUCHED).all()
-    finally:
-        reader.close()
+@pytest.mark.parametrize(
+    ("wrong", "first_byte", "said"),
+    [
+        pytest.param({"incarnation": bytes(16)}, 0, "another incarnation", id="a process at the address of another"),
+        pytest.param({"num_bytes": 2 * POOL_BYTES}, POOL_BYTES, "outside the pool of", id="a pool that is smaller"),
+    ],
+)
+def test_an_endpoint_that_does_not_fit_its_process_is_not_read(
+    lender: Lender, reading: Reading, wrong: dict[str, Any], first_byte: int, said: str
+) -> None:
+    reader, pool = reading
+    read = reader.read(reader.connect(replace(lender[1], **wrong).pack()), [Span(0, first_byte, 8)])
+    with pytest.raises(TransferError, match=said):
+        read.result(TIMEOUT_S)
+    assert (pool.memory == UNTOUCHED).all()
 
 
-def test_a_pool_smaller_than_its_endpoint_says(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
-    reader, _, _ = open_with_pool()
-    try:
-        boasting = replace(lender[1], num_bytes=2 * POOL_BYTES)
-        read = reader.read(reader.connect(boasting.pack()), [Span(0, POOL_BYTES, 8)])
-        with pytest.raises(TransferError, match="outside the pool of"):
-            read.result(TIMEOUT_S)
-    finally:
-        reader.close()
-
-
-def test_somebody_who_listens_and_never_greets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_somebody_who_listens_and_never_greets(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.ucx.ucxx_links.GREETING_S", 0.2)
-    reader, _, _ = open_with_pool()
+    reader, _ = reading
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        try:
-            endpoint = UcxxEndpoint("127.0.0.1", silent.getsockname()[1], POOL_BYTES, bytes(16), bytes(32))
-            reads = [reader.read(reader.connect(endpoint.pack()), [Span(0, 0, 8)]) for _ in range(2)]
-            for read in reads:
-                with pytest.raises(PeerGone, match="no greeting within"):
-                    read.result(TIMEOUT_S)
-        finally:
-            reader.close()
+        endpoint = UcxxEndpoint("127.0.0.1", silent.getsockname()[1], POOL_BYTES, bytes(16), bytes(32))
+        reads = [reader.read(reader.connect(endpoint.pack()), [Span(0, 0, 8)]) for _ in range(2)]
+        for read in reads:
+            with pytest.raises(PeerGone, match="no greeting within"):
+                read.result(TIMEOUT_S)
 
 
-def test_a_link_that_was_cut_is_made_anew_by_the_next_read(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
-    reader, pool, _ = open_with_pool()
-    try:
-        peer = reader.connect(lender[1].pack())
-        reader.read(peer, [Span(0, 0, 8)]).result(TIMEOUT_S)
-        for link in list(lender[0]._lends):
-            assert link.control is not None
-            link.control._socket.shutdown(socket.SHUT_RDWR)
-        give_up_at = time.monotonic() + TIMEOUT_S
-        while reader._borrows[peer].control is not None:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.002)
-        reader.read(peer, [Span(8, 0, 8)]).result(TIMEOUT_S)
-        assert pool.memory[0, 8:16].tobytes() == pool.memory[0, :8].tobytes()
-    finally:
-        reader.close()
+def test_a_link_that_was_cut_is_made_anew_by_the_next_read(lender: Lender, reading: Reading) -> None:
+    reader, pool = reading
+    peer = reader.connect(lender[1].pack())
+    reader.read(peer, [Span(0, 0, 8)]).result(TIMEOUT_S)
+    for link in list(lender[0]._lends):
+        assert link.control is not None
+        link.control._socket.shutdown(socket.SHUT_RDWR)
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while reader._borrows[peer].control is not None:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.002)
+    reader.read(peer, [Span(8, 0, 8)]).result(TIMEOUT_S)
+    assert pool.memory[0, 8:16].tobytes() == pool.memory[0, :8].tobytes()
 
 
-def test_what_is_closed_leaves_no_descriptor_behind(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
+def test_idle_links_take_no_time(lender: Lender, reading: Reading) -> None:
+    reader, _ = reading
+    reader.read(reader.connect(lender[1].pack()), [Span(0, 0, 8)]).result(TIMEOUT_S)
+    time.sleep(0.2)
+    before, began = time.process_time(), time.monotonic()
+    time.sleep(1.0)
+    share = (time.process_time() - before) / (time.monotonic() - began)
+    assert share < 0.5, f"two idle transports took {share:.1%} of a core: one of them polls"
+
+
+def test_what_is_closed_leaves_no_descriptor_behind(lender: Lender) -> None:
     """That of a UCX worker among them: it is gone, and writes nothing any more."""
 
     def open_and_close() -> int:
@@ -226,12 +233,7 @@ def test_lenders_killed_in_mid_read_leave_nothing_behind() -> None:
     numbers: list[int] = []
     try:
         for _ in range(5):
-            with subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            ) as lender:
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as lender:
                 assert lender.stdout is not None
                 peer = reader.connect(json.loads(lender.stdout.readline())["endpoint"].encode())
                 pool.memory[:] = UNTOUCHED
@@ -247,19 +249,6 @@ def test_lenders_killed_in_mid_read_leave_nothing_behind() -> None:
         assert max(numbers) == min(numbers)
     finally:
         reader.close()
-
-
-def test_idle_links_take_no_time(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
-    reader, _, _ = open_with_pool()
-    try:
-        reader.read(reader.connect(lender[1].pack()), [Span(0, 0, 8)]).result(TIMEOUT_S)
-        time.sleep(0.2)
-        before, began = time.process_time(), time.monotonic()
-        time.sleep(1.0)
-        share = (time.process_time() - before) / (time.monotonic() - began)
-    finally:
-        reader.close()
-    assert share < 0.5, f"two idle transports took {share:.1%} of a core: one of them polls"
 
 
 def test_a_process_without_ucxx_says_what_is_missing() -> None:

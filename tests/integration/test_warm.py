@@ -69,10 +69,7 @@ async def test_cache_retention_store_and_the_command(sim_model: Models, cluster_
         def objects() -> int:
             return sum(1 for path in (tmp_path / "store").rglob("*") if path.is_file() and len(path.name) == 32)
 
-        async def written() -> bool:
-            return objects() == FULL
-
-        await until(written, "its blocks are in the store")
+        await until(lambda: objects() == FULL, "its blocks are in the store")
         chat = [("user", "tell me of the fox " * 12)]
         of_chat = await client.warm(messages=chat)
         assert of_chat.prompt_tokens == len(await client.tokenize(messages=chat))

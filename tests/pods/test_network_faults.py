@@ -191,10 +191,7 @@ async def restart(site: Site, pod: Pod) -> None:
     """Kill a pod and start it with another address; return when it has started."""
     await site.pods.restart_elsewhere(pod)
 
-    async def up() -> bool:
-        return await site.pods.probe(pod, "startup")
-
-    await until(up, f"{pod.name} has started")
+    await until(lambda: site.pods.probe(pod, "startup"), f"{pod.name} has started")
 
 
 async def lose(pod: Pod, sources: list[Pod], rng: random.Random, duration_s: float | None = None) -> None:

@@ -152,11 +152,7 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
     try:
         first, second = f"127.0.0.1:{free_port}", f"127.0.0.1:{free_port + 1}"
         async with Client(first, second) as client, Client(second, first) as of_second, Client(first) as of_first:
-
-            async def there() -> bool:
-                return any("serving at" in line for line in told)
-
-            await until(there, "the cluster serves", 300)
+            await until(lambda: any("serving at" in line for line in told), "the cluster serves", 300)
             assert await worker_names(client) == ["decode-0", "decode-1", "prefill-0"]
             ((strategy, _, bundles),) = await asyncio.to_thread(groups, ray_nodes.address)
             assert strategy == "SPREAD"

@@ -217,10 +217,10 @@ async def long_outage(site: Site, number: int) -> None:
     streams, healed_at = site.ask(f"healed-{number}"), time.monotonic()
     heal()  # the dead node's workers join again, until their raylet hears that it is dead
 
-    async def over() -> bool:
-        return not any(site.lender.runs(each) for each in ("raylet/raylet", "RoleActor", "engine.process"))
-
-    await until(over, "the lost node's processes have ended")
+    await until(
+        lambda: not any(site.lender.runs(each) for each in ("raylet/raylet", "RoleActor", "engine.process")),
+        "the lost node's processes have ended",
+    )
     site.note("the lost node's processes have ended", healed_at)
     await site.answered(streams)
     await site.lender.start_ray_again(site.nodes.head)

@@ -104,6 +104,12 @@ class Site:
     def end(self, waiting: QueuedRequest) -> None:
         self._absorb(self.admission.ended(self.running.pop(waiting), self.now))
 
+    def next(self, running: QueuedRequest) -> QueuedRequest:
+        """End the only one that runs; return the one that started for it."""
+        self.end(running)
+        (started,) = self.running
+        return started
+
     def cancel(self, waiting: QueuedRequest) -> None:
         """As the shell: takes back what was placed."""
         if waiting in self.running:
@@ -127,6 +133,11 @@ class Site:
 
     def refusal(self, waiting: QueuedRequest) -> Refusal | None:
         return next((refused.refusal for refused in self.refused if refused.waiting is waiting), None)
+
+    def refused_for(self, waiting: QueuedRequest) -> Refusal:
+        refusal = self.refusal(waiting)
+        assert refusal is not None
+        return refusal
 
     def worker_of(self, waiting: QueuedRequest) -> str:
         return self.running[waiting].decode.worker_id

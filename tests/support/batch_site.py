@@ -12,7 +12,7 @@ from openai.types import Batch
 
 from cluster.process.tree import children
 from support.openai_http import http_cluster
-from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
+from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role
 
 ENDED = ("failed", "completed", "expired", "cancelled")
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -97,7 +97,3 @@ def batches_pid(router: RoleProcess) -> int:
     """The router's process of files and batches."""
     (pid,) = [pid for pid in children(router.pid) if b"\0batches\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return pid
-
-
-async def stop_router(cluster: LocalCluster) -> None:
-    await stop_process(cluster.router.process)

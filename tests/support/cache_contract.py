@@ -78,10 +78,7 @@ async def on_disk(engine: RealEngine, prompt: list[int], folder: Path) -> None:
     def names() -> set[str]:
         return {path.name for path in folder.glob("*/*")}
 
-    async def all_there() -> bool:
-        return {key.hex() for key in keys} <= names()
-
-    await until(all_there, "its blocks are on disk")
+    await until(lambda: {key.hex() for key in keys} <= names(), "its blocks are on disk")
 
 
 def flip_a_bit(folder: Path, at: int) -> None:
@@ -235,7 +232,4 @@ class CacheContract:
             await settled(engine)
 
     async def _stored(self, engine: RealEngine, where: str, num_blocks: int) -> None:
-        async def all_there() -> bool:
-            return uses(engine).get(where, (0, 0, 0))[1] >= num_blocks
-
-        await until(all_there, "blocks are in the store")
+        await until(lambda: uses(engine).get(where, (0, 0, 0))[1] >= num_blocks, "blocks are in the store")

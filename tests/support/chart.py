@@ -211,6 +211,13 @@ def check_schema(manifests: list[dict[str, Any]], version: str) -> None:
             kubernetes_validate.validate(manifest, version, strict=True)
 
 
+def check_all(manifests: list[dict[str, Any]]) -> None:
+    """They keep the rules, and every version of Kubernetes takes them."""
+    check_rules(manifests)
+    for version in KUBERNETES:
+        check_schema(manifests, version)
+
+
 def check_rules(manifests: list[dict[str, Any]]) -> None:
     """Of every pod and its containers."""
     names = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in manifests]

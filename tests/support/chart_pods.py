@@ -297,11 +297,18 @@ async def started(
         if namespaces is None
         else NamespacedPods(namespaces, manifests, folder, secrets or {}, api_server)
     )
+    async with up(pods, planned):
+        yield pods
+
+
+@asynccontextmanager
+async def up(pods: LoopbackPods, planned: Mapping[str, int]) -> AsyncIterator[None]:
+    """Schedule and start all pods; kill them in the end."""
     pods.schedule(planned)
     try:
         for pod in pods.pods:
             await pods.start(pod)
-        yield pods
+        yield
     finally:
         for pod in pods.pods:
             await pods.kill(pod)

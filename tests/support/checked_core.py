@@ -85,13 +85,7 @@ class PeerLoan(LoanGiven):
 def held(core: LoanHost) -> tuple[int, int, int, int, int]:
     """Blocks held, reserved and quarantined; sequences; loans given."""
     audited = core.audit()
-    return (
-        audited.held_blocks,
-        audited.reserved_blocks,
-        audited.quarantined_blocks,
-        audited.sequences,
-        audited.loans,
-    )
+    return (audited.held_blocks, audited.reserved_blocks, audited.quarantined_blocks, audited.sequences, audited.loans)
 
 
 def spread(message: FromEngine) -> Iterable[FromEngine | Token]:
@@ -185,6 +179,12 @@ class CheckedCore:
     def run(self) -> None:
         while self.step():
             pass
+
+    def serve(self, *messages: ToEngine | FromPeer) -> list[Token]:
+        """Send messages, run until all is done, and return the tokens; other messages are dropped."""
+        self.send(*messages)
+        self.run()
+        return self.receive(Token)
 
     def receive(self, *kinds: type[M]) -> list[M]:
         """Messages of these kinds, in order; the others are dropped."""

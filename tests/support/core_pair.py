@@ -9,7 +9,7 @@ from kvtransfer.local import LocalNetwork
 from loans.account import KvAccount
 from loans.network import Lender
 from support.checked_core import NOTHING_LEFT, LandingCore
-from support.core_engine import WIDE, Engine, generate, tokens_of
+from support.core_engine import WIDE, Engine, account_of, generate, tokens_of
 from support.hand_network import HandNetwork
 from support.sim_model import undisturbed
 
@@ -69,6 +69,12 @@ class Pair:
     def land(self) -> bool:
         """One read of the borrower's, if there is one."""
         return self.borrower.land()
+
+    def served(self, request_id: str, max_tokens: int = 2) -> KvAccount:
+        """Run, check the request as `check_served` does, and return its account."""
+        self.run()
+        self.check_served(request_id, max_tokens)
+        return account_of(self.tokens)
 
     def check_served(self, request_id: str, max_tokens: int = 2, borrows: bool = True) -> None:
         """`borrows`: surely, not only perhaps."""

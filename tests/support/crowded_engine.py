@@ -174,6 +174,10 @@ class Engine:
     def preempted(self) -> list[str]:
         return sorted(sequence.request_id for sequence in self.core._requests.running_set.preempted)
 
+    def finish(self) -> None:
+        self.run()
+        self.check_finished()
+
     def check_finished(self) -> None:
         """Everybody who was admitted has all its tokens, or went away by itself."""
         for stream in self.streams.values():

@@ -5,7 +5,7 @@ of constants. The protocol, the grammar, the stream and the agent's reading of i
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ HOP = frozenset(("host", "content-length", "transfer-encoding", "connection", "c
 """Headers of one hop only."""
 MAX_BODY = 16 << 20
 MAX_TEXT_CHARS = 300
-Direct = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass

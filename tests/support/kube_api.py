@@ -1,15 +1,15 @@
 """A small API server of Kubernetes: enough of discovery and GET for helm's `lookup` and `.Capabilities`."""
 
 import copy
-import json
 import re
-import threading
 from collections.abc import Iterable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from support.json_server import JsonServer
 
 KINDS = {
     ("v1", "ConfigMap"): "configmaps",
@@ -31,7 +31,7 @@ KINDS = {
 OBJECT = re.compile(r"^/(?:api/(?P<core>v1)|apis/(?P<group>[^/]+/[^/]+))/namespaces/([^/]+)/([^/]+)/([^/]+)$")
 
 
-class KubeApi:
+class KubeApi(JsonServer):
     """A context manager: an API server that holds objects, and a kubeconfig that names it."""
 
     def __init__(self, folder: Path, namespace: str = "default", kinds: Iterable[tuple[str, str, str]] = ()) -> None:
@@ -39,26 +39,9 @@ class KubeApi:
         self._kinds = KINDS | {(version, kind): plural for version, kind, plural in kinds}
         self._namespace = namespace
         self._objects: dict[tuple[str, str, str], dict[str, Any]] = {}
-        api = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                status, body = api._answer(self.path.partition("?")[0])
-                content = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *arguments: object) -> None:
-                """Print nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        super().__init__()
         self.kubeconfig = folder / "kubeconfig"
-        cluster = {"server": f"http://127.0.0.1:{self._server.server_port}"}
+        cluster = {"server": self.url}
         self.kubeconfig.write_text(
             yaml.safe_dump(
                 {
@@ -76,14 +59,6 @@ class KubeApi:
     def options(self) -> tuple[str, ...]:
         """Options that let `helm template` ask this server."""
         return "--dry-run=server", "--disable-openapi-validation", "--kubeconfig", str(self.kubeconfig)
-
-    def __enter__(self) -> "KubeApi":
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def apply(self, manifests: Iterable[dict[str, Any]], release: str = "demo") -> None:
         """Make the manifests of served kinds the live objects, marked as helm marks those of a release."""
@@ -107,7 +82,8 @@ class KubeApi:
         size: int = self._objects["apps/v1", plural, name]["spec"]["replicas"]
         return size
 
-    def _answer(self, path: str) -> tuple[int, dict[str, Any]]:
+    def answer(self, request: BaseHTTPRequestHandler) -> tuple[int, dict[str, Any]]:
+        path = request.path.partition("?")[0]
         versions = {version for version, _ in self._kinds}
         groups = {version for version in versions if "/" in version}
         if path == "/version":

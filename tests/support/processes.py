@@ -12,13 +12,14 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.config import Config
 from cluster.errors import ServiceError
 from cluster.network.rpc import channel
 from cluster.process.tree import children
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 from tandem.client import Client
-from tandem.local.local_cluster import LocalCluster, RoleProcess
+from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
 
 PATIENCE_S = 90.0
 """Seconds to wait for what will come, on the slowest and busiest machine: no test measures how long it takes."""
@@ -27,11 +28,21 @@ LENDER_ALWAYS = {"decode_prefill_tokens_per_s": 100.0}
 refused since they would come too late."""
 
 
-async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = PATIENCE_S) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, timeout_s: float = PATIENCE_S) -> None:
     give_up_at = time.monotonic() + timeout_s
-    while not await condition():
+    while not (await met if isinstance(met := condition(), Awaitable) else met):
         assert time.monotonic() < give_up_at, f"waited in vain until {what}"
         await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def role(module: str, name: str, config: Config) -> AsyncIterator[RoleProcess]:
+    """A role's process, which is stopped in the end."""
+    started = await start_role(module, name, config)
+    try:
+        yield started
+    finally:
+        await stop_process(started.process)
 
 
 class Stream:
@@ -164,10 +175,7 @@ def ranks_of(engine: int) -> list[int]:
 async def gone(pids: Sequence[int]) -> None:
     """These processes have ended."""
 
-    async def all_gone() -> bool:
-        return not any(state_of(pid) for pid in pids)
-
-    await until(all_gone, f"the processes {list(pids)} are gone")
+    await until(lambda: not any(state_of(pid) for pid in pids), f"the processes {list(pids)} are gone")
 
 
 def named(cluster: LocalCluster, name: str) -> RoleProcess:
@@ -179,10 +187,7 @@ def named(cluster: LocalCluster, name: str) -> RoleProcess:
 async def pause(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 
-    async def stopped() -> bool:
-        return state_of(pid) == "T"
-
-    await until(stopped, f"{pid} is stopped")
+    await until(lambda: state_of(pid) == "T", f"{pid} is stopped")
 
 
 @asynccontextmanager

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from cluster.process.tree import children, descendants
@@ -126,9 +125,7 @@ class RayNodes:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._close()
 
     def _close(self) -> None:

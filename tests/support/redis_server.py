@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import redis.exceptions
@@ -37,9 +36,7 @@ class RedisServer:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.kill()
 
     async def start(self) -> None:

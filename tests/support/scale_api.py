@@ -2,14 +2,15 @@
 
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from support.json_server import JsonServer
 
 SCALE = re.compile(r"^/apis/apps/v1/namespaces/([^/]+)/deployments/([^/]+)/scale$")
 
 
-class ScaleApi:
+class ScaleApi(JsonServer):
     """A context manager. Deployments by (namespace, name), with their replicas."""
 
     def __init__(self, token: str, host: str = "127.0.0.1", **replicas: int) -> None:
@@ -18,56 +19,22 @@ class ScaleApi:
         self.requests: list[tuple[str, str]] = []
         self.failing = 0
         """So many requests to come are answered with 500."""
-        api = self
+        super().__init__(host)
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                api._answer(self, None)
-
-            def do_PATCH(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                if self.headers["Content-Type"] != "application/merge-patch+json":
-                    api._say(self, 415, {"message": "the media type is not supported"})
-                    return
-                api._answer(self, json.loads(body))
-
-            def log_message(self, *arguments: object) -> None:
-                """Nothing."""
-
-        self._server = ThreadingHTTPServer((host, 0), Handler)
-        self.url = f"http://{host}:{self._server.server_port}"
-
-    def __enter__(self) -> "ScaleApi":
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def _answer(self, handler: BaseHTTPRequestHandler, patch: dict[str, Any] | None) -> None:
-        self.requests.append((handler.command, handler.path))
-        found = SCALE.match(handler.path)
-        if handler.headers["Authorization"] != f"Bearer {self.token}":
-            self._say(handler, 401, {"kind": "Status", "message": "Unauthorized"})
-        elif self.failing:
+    def answer(self, request: BaseHTTPRequestHandler) -> tuple[int, dict[str, Any]]:
+        body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        if body and request.headers["Content-Type"] != "application/merge-patch+json":
+            return 415, {"message": "the media type is not supported"}
+        self.requests.append((request.command, request.path))
+        found = SCALE.match(request.path)
+        if request.headers["Authorization"] != f"Bearer {self.token}":
+            return 401, {"kind": "Status", "message": "Unauthorized"}
+        if self.failing:
             self.failing -= 1
-            self._say(handler, 500, {"kind": "Status", "message": "etcd is away"})
-        elif found is None or (key := (found[1], found[2])) not in self.replicas:
-            self._say(handler, 404, {"kind": "Status", "message": "not found"})
-        else:
-            if patch is not None:
-                self.replicas[key] = patch["spec"]["replicas"]
-            spec = {"replicas": self.replicas[key]} if self.replicas[key] else {}
-            self._say(handler, 200, {"kind": "Scale", "apiVersion": "autoscaling/v1", "spec": spec})
-
-    @staticmethod
-    def _say(handler: BaseHTTPRequestHandler, status: int, body: dict[str, Any]) -> None:
-        content = json.dumps(body).encode()
-        handler.send_response(status)
-        handler.send_header("Content-Type", "application/json")
-        handler.send_header("Content-Length", str(len(content)))
-        handler.end_headers()
-        handler.wfile.write(content)
+            return 500, {"kind": "Status", "message": "etcd is away"}
+        if found is None or (key := (found[1], found[2])) not in self.replicas:
+            return 404, {"kind": "Status", "message": "not found"}
+        if request.command == "PATCH":
+            self.replicas[key] = json.loads(body)["spec"]["replicas"]
+        spec = {"replicas": self.replicas[key]} if self.replicas[key] else {}
+        return 200, {"kind": "Scale", "apiVersion": "autoscaling/v1", "spec": spec}

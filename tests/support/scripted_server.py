@@ -8,7 +8,6 @@ import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -88,9 +87,7 @@ class ScriptedServer:
         self._port = self._runner.addresses[0][1]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self.script.go_on.set()
         self.script.stands_still = False
         await self._runner.cleanup()
@@ -197,9 +194,7 @@ class Publisher:
         self._serving = asyncio.ensure_future(self._serve()) if self._replays else None
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         if self._serving is not None:
             self._serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -55,6 +55,16 @@ def join(model: ModelRuntime, num_blocks: int = 100, queued_tokens: int = 0) -> 
     model.fleet.reported(worker, load)
 
 
+def staffed(
+    entries: Sequence[dict[str, Any]], num_blocks: int = 100, **config: Any
+) -> tuple[RouterConfig, ModelRuntimes]:
+    """As `served`; a decode worker of so many blocks has joined each model."""
+    parsed, models = served(entries, **config)
+    for model in models:
+        join(model, num_blocks)
+    return parsed, models
+
+
 def arrival_of(config: RouterConfig, tenant: str = "") -> Arrival:
     """Return a request that is being read, of a router of its own."""
     return Arrivals(config, TenantLimits(config)).arriving(tenant).__enter__()

@@ -83,7 +83,4 @@ async def stored(folder: Path, num_blocks: int) -> None:
     def num_stored() -> int:
         return len(list(folder.glob("*/*/[0-9a-f]*")))
 
-    async def all_there() -> bool:
-        return num_stored() >= num_blocks
-
-    await until(all_there, "its blocks are in the store")
+    await until(lambda: num_stored() >= num_blocks, "its blocks are in the store")

@@ -44,8 +44,7 @@ def test_one_request_does_not_wait_behind_a_thousand() -> None:
     single = site.ask(10, "modest")
     ended = 0
     while not site.is_running(single):
-        site.end(running)
-        (running,) = site.running
+        running = site.next(running)
         ended += 1
     # A quantum of the busy tenant, at 40 tokens a request, and the one that runs.
     assert ended <= 1024 / 40 + 2
@@ -59,8 +58,7 @@ def test_weights() -> None:
         site.ask(300, "b")
     served = {"a": 0, "b": 0, "c": 0}
     for _ in range(48):
-        site.end(running)
-        (running,) = site.running
+        running = site.next(running)
         served[running.info.tenant] += 1
     assert served["a"] == pytest.approx(36, abs=3)
     assert served["b"] == pytest.approx(12, abs=3)
@@ -75,8 +73,7 @@ def test_lower_classes_have_their_share(share: float) -> None:
             site.ask(100, priority=priority)
     served = {0: 0, -1: 0, -2: 0}
     for _ in range(1000):
-        site.end(running)
-        (running,) = site.running
+        running = site.next(running)
         served[running.info.priority] += 1
     below = served[-1] + served[-2]
     assert below / 1000 == pytest.approx(share, abs=0.01)
@@ -90,8 +87,7 @@ def test_no_share_no_turn() -> None:
         site.ask(100)
         site.ask(100, priority=-1)
     for _ in range(100):
-        site.end(running)
-        (running,) = site.running
+        running = site.next(running)
         assert running.info.priority == 0
 
 
@@ -193,8 +189,7 @@ def test_what_nobody_can_hold_blocks_nobody_and_is_refused() -> None:
     assert large in site.waiting
     assert large not in site.admission.reserved_workers().values()
     site.wait(0.2)
-    refusal = site.refusal(large)
-    assert refusal is not None
+    refusal = site.refused_for(large)
     assert isinstance(refusal.error, Unavailable)
     assert "50 KV blocks; the largest pool has 10" in refusal.error.message
     assert site.admission.num_refused == {"no worker": 1}

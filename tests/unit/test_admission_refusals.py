@@ -24,8 +24,7 @@ def test_a_predicted_miss_is_refused_at_once() -> None:
     waiting = [site.ask(10) for _ in range(20)]
     for _ in range(10):
         site.wait(1)
-        site.end(running)
-        (running,) = site.running
+        running = site.next(running)
     del waiting
     patient = site.ask(10, first_token_by=14)
     assert patient in site.waiting, "due before those that are in no hurry, it goes first"
@@ -61,8 +60,7 @@ def test_what_one_that_came_now_would_wait_is_predicted_by_what_waits() -> None:
     assert wait_s(0) == 0, "nothing is known"
     for _ in range(10):
         site.wait(1)
-        site.end(running)
-        (running,) = site.running
+        running = site.next(running)
     assert site.admission.num_waiting == len(waiting) - 10
     assert 8 < wait_s(0) < 12, "ten of 40 tokens each, started at one a second"
     assert wait_s(-1) == 0, "none of that class ever waited: nothing is known"
@@ -78,8 +76,7 @@ def test_who_can_no_longer_make_it_is_refused_then_and_not_at_its_deadline() -> 
     site.wait(2 - ttft_s - 0.001)
     assert waits in site.waiting
     site.wait(0.002)
-    refusal = site.refusal(waits)
-    assert refusal is not None
+    refusal = site.refused_for(waits)
     assert refusal.reason == "too late"
     assert isinstance(refusal.error, Overloaded)
     assert refusal.error.retry_after_s
@@ -129,8 +126,7 @@ def test_what_a_request_may_say_is_not_what_it_will_say() -> None:
         site.end(stream)
     site.report("d0", 10_000, queued_tokens=100)
     assert site.is_running(arrive(1900, deadline=15))
-    refusal = site.refusal(arrive(100, deadline=10.5))
-    assert refusal is not None
+    refusal = site.refused_for(arrive(100, deadline=10.5))
     assert "within 0.5 s" in str(refusal.error)
 
 
@@ -142,8 +138,7 @@ def test_a_stream_under_way_waits_until_its_very_deadline() -> None:
     site.wait(4.9)
     assert resumed in site.waiting
     site.wait(0.2)
-    refusal = site.refusal(resumed)
-    assert refusal is not None
+    refusal = site.refused_for(resumed)
     assert isinstance(refusal.error, DeadlineExceeded)
 
 
@@ -166,14 +161,12 @@ def test_a_wrong_forecast_heals() -> None:
     running = site.ask(10)
     site.ask(10)
     site.wait(1000)
-    site.end(running)
-    (running,) = site.running
+    running = site.next(running)
     for _ in range(200):  # now 400 tokens a second
         site.ask(10, first_token_by=1)
         site.ask(10, first_token_by=1)
         site.wait(0.1)
-        site.end(running)
-        (running,) = site.running
+        running = site.next(running)
     recent = site.started[-40:]
     assert all(start.waiting.queued_at > 1000 for start in recent), "served one after the other all along"
     assert site.admission.num_waiting >= 5, "and waits of tenths of a second are believed in again"
@@ -187,8 +180,7 @@ def test_a_full_queue_refuses_the_newcomer_or_the_last_of_the_lowest_class() -> 
     site.ask(10)
     low = [site.ask(10, tenant, priority=-1) for tenant in ("a", "a", "b")]
     newcomer = site.ask(10, priority=-1)
-    refusal = site.refusal(newcomer)
-    assert refusal is not None
+    refusal = site.refused_for(newcomer)
     assert refusal.reason == "queue full"
     high = site.ask(10, priority=1)
     assert high in site.waiting
@@ -205,8 +197,7 @@ def test_a_tenants_full_queue() -> None:
     site.ask(10)
     mine = [site.ask(10, "a", priority=priority) for priority in (0, -1)]
     others = site.ask(10, "b", priority=-1)
-    refusal = site.refusal(site.ask(10, "a", priority=-1))
-    assert refusal is not None
+    refusal = site.refused_for(site.ask(10, "a", priority=-1))
     assert refusal.reason == "tenant's queue full"
     assert "'a'" in str(refusal.error)
     assert site.ask(10, "a") in site.waiting

@@ -7,16 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sizing.comparison.advice import (
-    BLOCKS,
-    LEAST_BLOCKS,
-    LEVELS,
-    Comparison,
-    Sample,
-    interval_of_best,
-    sample,
-    settle,
-)
+from sizing.comparison.advice import BLOCKS, LEAST_BLOCKS, LEVELS, Comparison, Sample, interval_of_best, sample, settle
 from sizing.comparison.replay import Scenario, Setup, replay
 from sizing.comparison.report import advice, as_json, verdict
 from sizing.gpus import gpu_named

@@ -27,10 +27,6 @@ def facts_of(world: World) -> Facts:
     return facts
 
 
-def within(root: Path, lines: Any, **options: Any) -> World:
-    return World(root, lines, **options)
-
-
 def run_virtually(main: Any) -> None:
     """As the virtual loop's own, but crashed processes leave tasks with errors that nobody reads."""
     with asyncio.Runner(loop_factory=InlineLoop) as runner:
@@ -78,7 +74,7 @@ def test_each_line_is_answered_once_whatever_crashes(
         await cancelling
 
     with tempfile.TemporaryDirectory() as folder:
-        world = within(Path(folder), lines, window_s=window_s, seed=seed)
+        world = World(Path(folder), lines, window_s=window_s, seed=seed)
         run_virtually(live(world))
         outputs, errors = world.outputs()
         names = [f"line {number}" for number in range(num_lines)]
@@ -113,7 +109,7 @@ def test_a_torn_and_a_damaged_line_count_as_unanswered(tmp_path: Path) -> None:
         assert world.started["a"] == 0
         assert min(world.started["b"], world.started["c"]) >= 1
 
-    world = within(tmp_path, [line("a"), line("b"), line("c")])
+    world = World(tmp_path, [line("a"), line("b"), line("c")])
     run_virtually(live(world))
     outputs, errors = world.outputs()
     assert not errors
@@ -121,7 +117,7 @@ def test_a_torn_and_a_damaged_line_count_as_unanswered(tmp_path: Path) -> None:
 
 
 def test_lines_are_tried_again_for_as_long_as_it_takes(tmp_path: Path) -> None:
-    world = within(tmp_path, [line("a"), line("b")])
+    world = World(tmp_path, [line("a"), line("b")])
 
     async def handle(asked: LineRequest) -> LineAnswer:
         world.started[json.loads(asked.body)["prompt"]] += 1
@@ -137,7 +133,7 @@ def test_lines_are_tried_again_for_as_long_as_it_takes(tmp_path: Path) -> None:
 
 
 def test_a_stopping_router_finishes_lines_in_flight_and_begins_no_others(tmp_path: Path) -> None:
-    world = within(tmp_path, [line(f"{number}") for number in range(20)])
+    world = World(tmp_path, [line(f"{number}") for number in range(20)])
 
     async def handle(asked: LineRequest) -> LineAnswer:
         world.started[json.loads(asked.body)["prompt"]] += 1
@@ -157,12 +153,13 @@ def test_a_stopping_router_finishes_lines_in_flight_and_begins_no_others(tmp_pat
     assert len(world.started) == len(world.logged()) == 8, "two rounds of four"
 
 
-def test_a_router_that_lost_its_claim_stops(tmp_path: Path) -> None:
-    world = within(tmp_path, [line("a")])
+async def never(asked: LineRequest) -> LineAnswer:
+    await asyncio.sleep(NEVER)
+    raise AssertionError("it was cancelled")
 
-    async def handle(asked: LineRequest) -> LineAnswer:
-        await asyncio.sleep(NEVER)
-        raise AssertionError("it was cancelled")
+
+def test_a_router_that_lost_its_claim_stops(tmp_path: Path) -> None:
+    world = World(tmp_path, [line("a")])
 
     async def live() -> None:
         claim = HeldClaim()
@@ -172,13 +169,13 @@ def test_a_router_that_lost_its_claim_stops(tmp_path: Path) -> None:
         await running
         assert world.now() < 7
 
-    world.handle = handle
+    world.handle = never
     run_virtually(live())
     assert status_of(facts_of(world)) == "in_progress"
 
 
 def test_an_answer_that_cannot_be_stored_ends_the_run_with_the_error(tmp_path: Path) -> None:
-    world = within(tmp_path, [line(f"{number}") for number in range(9)])
+    world = World(tmp_path, [line(f"{number}") for number in range(9)])
 
     class Full(CrashingDisk):
         def write(self, fd: int, content: bytes) -> None:
@@ -199,7 +196,7 @@ def test_an_answer_that_cannot_be_stored_ends_the_run_with_the_error(tmp_path: P
 
 
 def test_a_bad_input_fails_before_any_line_runs(tmp_path: Path) -> None:
-    world = within(tmp_path, [line("a"), line("a")])
+    world = World(tmp_path, [line("a"), line("a")])
     run_virtually(world.run().to_end())
     facts = facts_of(world)
     assert facts.ended is not None
@@ -209,11 +206,7 @@ def test_a_bad_input_fails_before_any_line_runs(tmp_path: Path) -> None:
 
 
 def test_a_cancellation_of_this_router_is_seen_at_once(tmp_path: Path) -> None:
-    world = within(tmp_path, [line("a")])
-
-    async def handle(asked: LineRequest) -> LineAnswer:
-        await asyncio.sleep(NEVER)
-        raise AssertionError("it was cancelled")
+    world = World(tmp_path, [line("a")])
 
     async def live() -> None:
         run = world.run()
@@ -226,6 +219,6 @@ def test_a_cancellation_of_this_router_is_seen_at_once(tmp_path: Path) -> None:
                 await running
         assert running.done()
 
-    world.handle = handle
+    world.handle = never
     run_virtually(live())
     assert status_of(facts_of(world)) == "cancelled"

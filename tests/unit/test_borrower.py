@@ -27,59 +27,102 @@ from loans.borrower import (
 A, B, C, D, BAD = b"A", b"B", b"C", b"D", b"?"
 
 
-def reading(max_read_blocks: int = 2) -> Borrower:
-    """Blocks [1, 5) are wanted and promised."""
-    machine = Borrower(1, 5, max_read_blocks)
-    assert machine.handle(Started(5)) == [Allocate(1, 5)]
+Steps = list[tuple[Event, list[object]]]
+
+# Blocks [1, 5) are wanted, promised, and announced for two reads.
+OPENED: Steps = [(Started(5), [Allocate(1, 5)])]
+ALL = Announced(1, (10, 11, 12, 13), (A, B, C, D))
+READING: Steps = [*OPENED, (ALL, [Read(1, (10, 11)), Read(3, (12, 13))])]
+AB: Steps = [*READING, (ReadCompleted(1, (A, B)), [Release(1, 2), Bind(1, 3, (A, B))])]
+CD_EARLY: Steps = [*READING, (ReadCompleted(3, (C, D)), [Release(3, 2)])]
+FIRST_TWO: Steps = [*OPENED, (Announced(1, (10, 11), (A, B)), [Read(1, (10, 11))])]
+ONE_OF_FOUR: Steps = [
+    *OPENED,
+    (Announced(1, (10,), (A,)), [Read(1, (10,))]),
+    (ReadCompleted(1, (A,)), [Release(1, 1), Bind(1, 2, (A,))]),
+]
+
+
+def after(steps: Steps, first: int = 1, end: int = 5, max_read_blocks: int = 2) -> Borrower:
+    """The machine after the events of `steps`, each of which gave exactly its actions."""
+    machine, bound_end = Borrower(first, end, max_read_blocks), first
+    for event, actions in steps:
+        assert machine.handle(event) == actions
+        bound_end = max(
+            [bound_end, *(action.end for action in [event, *actions] if isinstance(action, Bind | ComputedHere))]
+        )
+        assert machine.bound_end == bound_end
+        assert machine.done == any(isinstance(action, Close) for action in actions)
     return machine
 
 
-def announced(max_read_blocks: int = 2) -> Borrower:
-    """All of them are announced, in two reads."""
-    machine = reading(max_read_blocks)
-    actions = machine.handle(Announced(1, (10, 11, 12, 13), (A, B, C, D)))
-    if max_read_blocks == 2:
-        assert actions == [Read(1, (10, 11)), Read(3, (12, 13))]
-    return machine
-
-
-def done(machine: Borrower, bound_end: int) -> bool:
-    return machine.done and machine.bound_end == bound_end
+def corrupted(block: int, mismatched: int = 1) -> Close:
+    return Close(block, mismatched, f"block {block} arrived corrupted")
 
 
 # ------------------------------------------------------------------------------------------- success
 
+LOANS: dict[str, Steps] = {
+    "whole": [*AB, (ReadCompleted(3, (C, D)), [Release(3, 2), Bind(3, 5, (C, D)), Close(5, 0, "")])],
+    "the later read lands first": [
+        *CD_EARLY,
+        (ReadCompleted(1, (A, B)), [Release(1, 2), Bind(1, 3, (A, B)), Bind(3, 5, (C, D)), Close(5, 0, "")]),
+    ],
+    "the lender has a part": [
+        (Started(2), [Allocate(1, 2)]),
+        (Announced(1, (10,), (A,)), [Read(1, (10,))]),
+        (ReadCompleted(1, (A,)), [Release(1, 1), Bind(1, 2, (A,)), Close(2, 0, "the lender holds only a part")]),
+    ],
+    "the lender has nothing": [(Started(1), [Close(1, 0, "the lender holds none of the blocks")])],
+    "a read fails": [*AB, (ReadCompleted(3, None), [Abandon(), Close(3, 0, "the read failed")])],
+    # the first wrong block ends the prefix
+    "1 is wrong": [*READING, (ReadCompleted(1, (BAD, B)), [Release(1, 2), Abandon(), corrupted(1)])],
+    "1 and 2 are wrong": [*READING, (ReadCompleted(1, (BAD, BAD)), [Release(1, 2), Abandon(), corrupted(1, 2)])],
+    "2 is wrong": [*READING, (ReadCompleted(1, (A, BAD)), [Release(1, 2), Bind(1, 2, (A,)), Abandon(), corrupted(2)])],
+    "3 is wrong": [*AB, (ReadCompleted(3, (BAD, D)), [Release(3, 2), corrupted(3)])],
+    "4 is wrong": [*AB, (ReadCompleted(3, (C, BAD)), [Release(3, 2), Bind(3, 4, (C,)), corrupted(4)])],
+    "a wrong one that lands early shows when its turn comes": [
+        *READING,
+        (ReadCompleted(3, (BAD, D)), [Release(3, 2)]),
+        (ReadCompleted(1, (A, B)), [Release(1, 2), Bind(1, 3, (A, B)), corrupted(3)]),
+    ],
+    "those behind a wrong one are never bound": [
+        *CD_EARLY,
+        (ReadCompleted(1, (BAD, B)), [Release(1, 2), corrupted(1)]),
+    ],
+    # a silent lender
+    "all is computed before it starts": [
+        (Claimed(3), []),
+        (ComputedHere(3), []),
+        (Started(3), [Close(3, 0, OVERTAKEN)]),
+    ],
+    "a wrong one behind those computed here": [
+        *OPENED,
+        (Claimed(2), []),
+        (ALL, [Release(1, 1), Read(2, (11, 12)), Read(4, (13,))]),
+        (ReadCompleted(2, (BAD, C)), [Release(2, 2)]),
+        (ComputedHere(2), [Abandon(), corrupted(2)]),
+    ],
+}
 
-def test_the_whole_loan() -> None:
-    machine = announced()
-    assert machine.handle(ReadCompleted(1, (A, B))) == [Release(1, 2), Bind(1, 3, (A, B))]
-    assert machine.bound_end == 3
-    assert machine.handle(ReadCompleted(3, (C, D))) == [Release(3, 2), Bind(3, 5, (C, D)), Close(5, 0, "")]
-    assert done(machine, 5)
+
+@pytest.mark.parametrize("steps", LOANS.values(), ids=LOANS)
+def test_loans(steps: Steps) -> None:
+    after(steps)
 
 
 def test_announcements_come_in_pieces_of_any_size() -> None:
-    machine = Borrower(0, 6, max_read_blocks=2)
-    assert machine.handle(Started(6)) == [Allocate(0, 6)]
-    assert machine.handle(Announced(0, (9,), (A,))) == [Read(0, (9,))]
-    assert machine.handle(Announced(1, (8, 7, 6), (B, C, D))) == [Read(1, (8, 7)), Read(3, (6,))]
-    assert machine.handle(ReadCompleted(0, (A,))) == [Release(0, 1), Bind(0, 1, (A,))]
-    assert machine.handle(ReadCompleted(1, (B, C))) == [Release(1, 2), Bind(1, 3, (B, C))]
-    assert machine.handle(ReadCompleted(3, (D,))) == [Release(3, 1), Bind(3, 4, (D,))]
-    assert machine.handle(Announced(4, (5, 4), (A, B))) == [Read(4, (5, 4))]
-    assert machine.handle(ReadCompleted(4, (A, B))) == [Release(4, 2), Bind(4, 6, (A, B)), Close(6, 0, "")]
-
-
-def test_a_read_that_lands_early_is_released_and_waits_for_those_before_it() -> None:
-    machine = announced()
-    assert machine.handle(ReadCompleted(3, (C, D))) == [Release(3, 2)]
-    assert machine.bound_end == 1
-    assert machine.handle(ReadCompleted(1, (A, B))) == [
-        Release(1, 2),
-        Bind(1, 3, (A, B)),
-        Bind(3, 5, (C, D)),
-        Close(5, 0, ""),
+    steps: Steps = [
+        (Started(6), [Allocate(0, 6)]),
+        (Announced(0, (9,), (A,)), [Read(0, (9,))]),
+        (Announced(1, (8, 7, 6), (B, C, D)), [Read(1, (8, 7)), Read(3, (6,))]),
+        (ReadCompleted(0, (A,)), [Release(0, 1), Bind(0, 1, (A,))]),
+        (ReadCompleted(1, (B, C)), [Release(1, 2), Bind(1, 3, (B, C))]),
+        (ReadCompleted(3, (D,)), [Release(3, 1), Bind(3, 4, (D,))]),
+        (Announced(4, (5, 4), (A, B)), [Read(4, (5, 4))]),
+        (ReadCompleted(4, (A, B)), [Release(4, 2), Bind(4, 6, (A, B)), Close(6, 0, "")]),
     ]
+    after(steps, first=0, end=6)
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2, 3])
@@ -92,160 +135,48 @@ def test_of_four_ranks_two_hold_each_head(wrong: int | None) -> None:
     actions = [machine.handle(ReadCompleted(0, (head,), rank)) for rank, head in enumerate(heads)]
     assert actions[:3] == [[], [], []]
     assert machine.bound_end == (1 if wrong is None else 0)
-    assert actions[3][-1] == (Close(1, 0, "") if wrong is None else Close(0, 1, "block 0 arrived corrupted"))
-
-
-def test_a_lender_with_a_part_is_used_for_that_part() -> None:
-    machine = Borrower(1, 5, 2)
-    assert machine.handle(Started(2)) == [Allocate(1, 2)]
-    assert machine.handle(Announced(1, (10,), (A,))) == [Read(1, (10,))]
-    assert machine.handle(ReadCompleted(1, (A,))) == [
-        Release(1, 1),
-        Bind(1, 2, (A,)),
-        Close(2, 0, "the lender holds only a part"),
-    ]
-
-
-def test_a_lender_with_nothing() -> None:
-    machine = Borrower(1, 5, 2)
-    assert machine.handle(Started(1)) == [Close(1, 0, "the lender holds none of the blocks")]
-    assert machine.done
-
-
-# ------------------------------------------------------------------------------------------ mismatch
-
-
-@pytest.mark.parametrize(
-    ("first_read", "second_read", "expected"),
-    [
-        ((BAD, B), None, [Release(1, 2), Abandon(), Close(1, 1, "block 1 arrived corrupted")]),
-        ((BAD, BAD), None, [Release(1, 2), Abandon(), Close(1, 2, "block 1 arrived corrupted")]),
-        (
-            (A, BAD),
-            None,
-            [Release(1, 2), Bind(1, 2, (A,)), Abandon(), Close(2, 1, "block 2 arrived corrupted")],
-        ),
-        ((A, B), (BAD, D), [Release(3, 2), Close(3, 1, "block 3 arrived corrupted")]),
-        ((A, B), (C, BAD), [Release(3, 2), Bind(3, 4, (C,)), Close(4, 1, "block 4 arrived corrupted")]),
-    ],
-)
-def test_the_first_wrong_block_ends_the_prefix(
-    first_read: tuple[bytes, ...], second_read: tuple[bytes, ...] | None, expected: list[object]
-) -> None:
-    machine = announced()
-    actions = machine.handle(ReadCompleted(1, first_read))
-    if second_read is not None:
-        actions = machine.handle(ReadCompleted(3, second_read))
-    assert actions == expected
-    assert machine.done
-
-
-def test_a_wrong_block_that_lands_early_shows_when_its_turn_comes() -> None:
-    machine = announced()
-    assert machine.handle(ReadCompleted(3, (BAD, D))) == [Release(3, 2)]
-    assert machine.handle(ReadCompleted(1, (A, B))) == [
-        Release(1, 2),
-        Bind(1, 3, (A, B)),
-        Close(3, 1, "block 3 arrived corrupted"),
-    ]
-
-
-def test_blocks_behind_a_wrong_one_are_never_bound() -> None:
-    machine = announced()
-    machine.handle(ReadCompleted(3, (C, D)))
-    assert machine.handle(ReadCompleted(1, (BAD, B))) == [Release(1, 2), Close(1, 1, "block 1 arrived corrupted")]
-    assert done(machine, 1)
+    assert actions[3][-1] == (Close(1, 0, "") if wrong is None else corrupted(0))
 
 
 # --------------------------------------------------------------------------- failure and cancel anywhere
 
-ENDS = [(Failed("gone"), "gone"), (Cancelled(), "cancelled")]
 
-
-@pytest.mark.parametrize(("event", "reason"), ENDS)
-def test_the_end_while_opening(event: Event, reason: str) -> None:
-    machine = Borrower(1, 5, 2)
-    assert machine.handle(event) == [Close(1, 0, reason)]
-    assert machine.done
-
-
-@pytest.mark.parametrize(("event", "reason"), ENDS)
-def test_the_end_before_anything_is_announced(event: Event, reason: str) -> None:
-    assert reading().handle(event) == [Close(1, 0, reason)]
-
-
-@pytest.mark.parametrize(("event", "reason"), ENDS)
-def test_the_end_with_every_read_out(event: Event, reason: str) -> None:
-    assert announced().handle(event) == [Abandon(), Close(1, 0, reason)]
-
-
-@pytest.mark.parametrize(("event", "reason"), ENDS)
-def test_the_end_between_two_reads_keeps_what_is_bound(event: Event, reason: str) -> None:
-    machine = announced()
-    machine.handle(ReadCompleted(1, (A, B)))
-    assert machine.handle(event) == [Abandon(), Close(3, 0, reason)]
-
-
-@pytest.mark.parametrize(("event", "reason"), ENDS)
-def test_the_end_with_nothing_outstanding(event: Event, reason: str) -> None:
-    machine = reading()
-    machine.handle(Announced(1, (10,), (A,)))
-    machine.handle(ReadCompleted(1, (A,)))
-    assert machine.handle(event) == [Close(2, 0, reason)]
-
-
-@pytest.mark.parametrize(("event", "reason"), ENDS)
-def test_the_end_with_a_hole(event: Event, reason: str) -> None:
-    """The later read landed, the earlier one is out: it alone must be abandoned, nothing is bound."""
-    machine = announced()
-    machine.handle(ReadCompleted(3, (C, D)))
-    assert machine.handle(event) == [Abandon(), Close(1, 0, reason)]
-
-
-def test_a_failed_read_ends_the_loan() -> None:
-    machine = announced()
-    machine.handle(ReadCompleted(1, (A, B)))
-    assert machine.handle(ReadCompleted(3, None)) == [Abandon(), Close(3, 0, "the read failed")]
-    assert machine.done
+@pytest.mark.parametrize(("event", "reason"), [(Failed("gone"), "gone"), (Cancelled(), "cancelled")])
+@pytest.mark.parametrize(
+    ("steps", "abandoned", "bound_end"),
+    [
+        pytest.param([], [], 1, id="opening"),
+        pytest.param(OPENED, [], 1, id="nothing is announced"),
+        pytest.param(READING, [Abandon()], 1, id="every read is out"),
+        pytest.param(AB, [Abandon()], 3, id="between two reads"),
+        pytest.param(ONE_OF_FOUR, [], 2, id="nothing is outstanding"),
+        pytest.param(CD_EARLY, [Abandon()], 1, id="the earlier read alone is out"),
+    ],
+)
+def test_the_end(steps: Steps, abandoned: list[object], bound_end: int, event: Event, reason: str) -> None:
+    after([*steps, (event, [*abandoned, Close(bound_end, 0, reason)])])
 
 
 # ----------------------------------------------------------------------------------- protocol errors
 
 
-@pytest.mark.parametrize("end", [0, 6, 1 << 32])
-def test_a_start_outside_of_what_was_wanted(end: int) -> None:
-    machine = Borrower(1, 5, 2)
-    assert machine.handle(Started(end)) == [Close(1, 0, f"protocol error: Starting with end_block {end}")]
-
-
-def test_a_second_start() -> None:
-    assert announced().handle(Started(5)) == [
-        Abandon(),
-        Close(1, 0, "protocol error: Starting with end_block 5"),
-    ]
-
-
-def test_an_announcement_before_the_start() -> None:
-    machine = Borrower(1, 5, 2)
-    assert machine.handle(Announced(1, (10,), (A,))) == [Close(1, 0, "protocol error: BlocksReady 1+1")]
-
-
 @pytest.mark.parametrize(
-    "event",
+    ("steps", "event", "text"),
     [
-        Announced(1, (9,), (A,)),  # again
-        Announced(4, (9,), (A,)),  # a gap
-        Announced(3, (9, 9, 9), (A, B, C)),  # more than promised
-        Announced(3, (9, 9), (A,)),  # a fingerprint is missing
-        Announced(3, (9,), (A, B)),  # one too many
-        Announced(3, (), ()),  # nothing
+        *(([], Started(end), f"Starting with end_block {end}") for end in (0, 6, 1 << 32)),  # outside of the wanted
+        ([], Announced(1, (10,), (A,)), "BlocksReady 1+1"),  # before the start
+        (READING, Started(5), "Starting with end_block 5"),  # again
+        (FIRST_TWO, Announced(1, (9,), (A,)), "BlocksReady 1+1"),  # again
+        (FIRST_TWO, Announced(4, (9,), (A,)), "BlocksReady 4+1"),  # a gap
+        (FIRST_TWO, Announced(3, (9, 9, 9), (A, B, C)), "BlocksReady 3+3"),  # more than promised
+        (FIRST_TWO, Announced(3, (9, 9), (A,)), "BlocksReady 3+2"),  # a fingerprint is missing
+        (FIRST_TWO, Announced(3, (9,), (A, B)), "BlocksReady 3+1"),  # one too many
+        (FIRST_TWO, Announced(3, (), ()), "BlocksReady 3+0"),  # nothing
     ],
 )
-def test_a_bad_announcement(event: Announced) -> None:
-    machine = reading()
-    machine.handle(Announced(1, (10, 11), (A, B)))
-    reason = f"protocol error: BlocksReady {event.first}+{len(event.block_ids)}"
-    assert machine.handle(event) == [Abandon(), Close(1, 0, reason)]
+def test_what_breaks_the_protocol_ends_the_loan(steps: Steps, event: Event, text: str) -> None:
+    abandoned: list[object] = [Abandon()] if len(steps) > 1 else []
+    after([*steps, (event, [*abandoned, Close(1, 0, f"protocol error: {text}")])])
 
 
 @pytest.mark.parametrize(
@@ -253,17 +184,16 @@ def test_a_bad_announcement(event: Announced) -> None:
     [Started(5), Announced(1, (1,), (A,)), ReadCompleted(1, (A, B)), ReadCompleted(1, None), Failed("x"), Cancelled()],
 )
 def test_after_the_end_everything_is_ignored(event: Event) -> None:
-    machine = announced()
-    machine.handle(Cancelled())
+    machine = after([*READING, (Cancelled(), [Abandon(), Close(1, 0, "cancelled")])])
     assert machine.handle(event) == []
-    assert done(machine, 1)
+    assert (machine.done, machine.bound_end) == (True, 1)
 
 
 # --------------------------------------------------------------------------------- a silent lender
 
 
 def test_blocks_that_are_computed_here_are_not_read() -> None:
-    machine = reading()
+    machine = after(OPENED)
     assert machine.handle(Claimed(3)) == []
     assert machine.handle(Announced(1, (10, 11, 12), (A, B, C))) == [Release(1, 2), Read(3, (12,))]
     assert machine.hold_at == 3
@@ -275,28 +205,15 @@ def test_blocks_that_are_computed_here_are_not_read() -> None:
     assert machine.handle(Claimed(5)) == [Close(4, 0, OVERTAKEN)]
 
 
-def test_all_is_computed_before_the_lender_starts() -> None:
-    machine = Borrower(1, 5, 2)
-    assert machine.handle(Claimed(3)) == []
-    assert machine.handle(ComputedHere(3)) == []
-    assert machine.handle(Started(3)) == [Close(3, 0, OVERTAKEN)]
-
-
 def test_a_lender_that_comes_back_brings_the_rest() -> None:
-    machine = Borrower(1, 5, 4)
-    machine.handle(Claimed(2))
-    machine.handle(ComputedHere(2))
-    assert machine.handle(Started(5)) == [Allocate(1, 5)]
-    assert machine.handle(Announced(1, (10, 11, 12, 13), (A, B, C, D))) == [Release(1, 1), Read(2, (11, 12, 13))]
-    assert machine.handle(ReadCompleted(2, (B, C, D))) == [Release(2, 3), Bind(2, 5, (B, C, D)), Close(5, 0, "")]
-
-
-def test_a_wrong_block_behind_those_computed_here() -> None:
-    machine = reading()
-    machine.handle(Claimed(2))
-    machine.handle(Announced(1, (10, 11, 12, 13), (A, B, C, D)))
-    machine.handle(ReadCompleted(2, (BAD, C)))
-    assert machine.handle(ComputedHere(2)) == [Abandon(), Close(2, 1, "block 2 arrived corrupted")]
+    steps: Steps = [
+        (Claimed(2), []),
+        (ComputedHere(2), []),
+        (Started(5), [Allocate(1, 5)]),
+        (ALL, [Release(1, 1), Read(2, (11, 12, 13))]),
+        (ReadCompleted(2, (B, C, D)), [Release(2, 3), Bind(2, 5, (B, C, D)), Close(5, 0, "")]),
+    ]
+    after(steps, max_read_blocks=4)
 
 
 # ------------------------------------------------------------------------------------------ any order

@@ -198,24 +198,34 @@ async def test_whatever_the_tokenizer_only_the_template_opens_turns(
         assert text == f"<s>{rest}"
 
 
-async def test_reasoning_marks_are_the_templates_to_find(tmp_path: Path) -> None:
-    """They are no control tokens: this template drops an answer's reasoning, and writes <think> itself."""
-    encoder = encoder_of(tmp_path, byte_level(), ADDED[:5])
-    ids = await encoder.encode(chat(("user", "<think>"), ("assistant", "<think>a</think>hello"), ("user", "<s>")))
-    assert encoder.decode(ids) == "<s><|user|><think></s><|assistant|>hello</s><|user|><s></s><|assistant|><think>"
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert ids.count(tokenizer.token_to_id("<think>")) == 2
-    assert ids.count(tokenizer.token_to_id("<s>")) == 1
+ANSWER = "<s>a</think>hello"
 
 
-async def test_special_marks_of_reasoning_stay_in_answers_only(tmp_path: Path) -> None:
-    encoder = encoder_of(tmp_path, byte_level(), ADDED)
-    text = "<s>a</think>hello"
-    ids = await encoder.encode(chat(("user", text), ("assistant", text), ("user", "x")))
-    assert encoder.decode(ids) == f"<s><|user|>{text}</s><|assistant|>hello</s><|user|>x</s><|assistant|><think>"
+@pytest.mark.parametrize(
+    ("special", "turns", "text", "counts"),
+    [
+        # no control tokens: this template drops an answer's reasoning, and writes <think> itself
+        pytest.param(
+            ADDED[:5], ("<think>", "<think>a</think>hello", "<s>"),
+            "<s><|user|><think></s><|assistant|>hello</s><|user|><s></s><|assistant|><think>",
+            {"<think>": 2, "<s>": 1}, id="the template's to find",
+        ),
+        # the user's is a text, and the answer's was found
+        pytest.param(
+            ADDED, (ANSWER, ANSWER, "x"),
+            f"<s><|user|>{ANSWER}</s><|assistant|>hello</s><|user|>x</s><|assistant|><think>",
+            {"</think>": 0, "<s>": 1}, id="special ones stay in answers only",
+        ),
+    ],
+)  # fmt: skip
+async def test_marks_of_reasoning(
+    tmp_path: Path, special: tuple[str, ...], turns: tuple[str, ...], text: str, counts: dict[str, int]
+) -> None:
+    encoder = encoder_of(tmp_path, byte_level(), special)
+    ids = await encoder.encode(chat(*zip(("user", "assistant", "user"), turns, strict=True)))
+    assert encoder.decode(ids) == text
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.token_to_id("</think>") not in ids, "the user's is a text, and the answer's was found"
-    assert ids.count(tokenizer.token_to_id("<s>")) == 1
+    assert {mark: ids.count(tokenizer.token_to_id(mark)) for mark in counts} == counts
 
 
 async def test_a_name_that_is_all_a_tokenizer_can_read_is_refused(tmp_path: Path) -> None:

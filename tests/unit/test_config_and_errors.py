@@ -75,26 +75,31 @@ def test_a_step_budget_that_is_set_holds_on_any_device(gpu: GpuDevice | None) ->
         assert step_budget(small, role, gpu) == StepBudget(100, 100)
 
 
-def test_an_unknown_key_names_the_known_ones() -> None:
-    with pytest.raises(StartError, match="max_queued"):
-        RouterConfig.parse({"model": "m", "queue": 3})
+ROUTERS = r"^routers: .*host:port"
 
 
-def test_an_unknown_key_names_the_one_that_was_meant() -> None:
-    with pytest.raises(StartError, match=r"^max_queud: unknown key; did you mean max_queued\? known are "):
-        RouterConfig.parse({"model": "m", "max_queud": 3})
+@pytest.mark.parametrize(
+    ("kind", "values", "said"),
+    [
+        (RouterConfig, {"queue": 3}, "max_queued"),  # of those that are known
+        (RouterConfig, {"max_queud": 3}, r"^max_queud: unknown key; did you mean max_queued\? known are "),
+        *(
+            (WorkerConfig, {"routers": ["127.0.0.1:1", at]}, ROUTERS)
+            for at in ("127.0.0.1", "host", "host:", "", "host:port")
+        ),
+    ],
+)
+def test_a_setting_that_cannot_be_read_is_named(
+    kind: type[RouterConfig | WorkerConfig], values: dict[str, object], said: str
+) -> None:
+    with pytest.raises(StartError, match=said):
+        kind.parse({"model": "m"} | values)
 
 
 def test_an_unknown_key_further_inside_names_those_known_there() -> None:
     with pytest.raises(StartError, match=r"^models\.0\.foo: unknown key; known are .*input_price") as caught:
         RouterConfig.parse({"models": [{"path": "m", "foo": 1}]})
     assert "http_port" not in caught.value.reason
-
-
-@pytest.mark.parametrize("router", ["127.0.0.1", "host", "host:", "", "host:port"])
-def test_a_router_without_a_port_is_named(router: str) -> None:
-    with pytest.raises(StartError, match=r"^routers: .*host:port"):
-        WorkerConfig.parse({"model": "m", "routers": ["127.0.0.1:1", router]})
 
 
 def check(config: WorkerConfig, role: Role) -> None:
@@ -112,16 +117,14 @@ def test_a_setting_that_is_gone_is_refused_with_what_to_set(gone: str, engine: s
     assert caught.value.reason == f"this {what} is gone: leave it out, or set {GONE[gone]}"
 
 
-@pytest.mark.parametrize("engine", ["torch", "sim"])
-def test_ranks_are_those_of_the_vllm_engine(engine: str) -> None:
-    with pytest.raises(StartError, match=f"tensor_parallel: 2 needs engine: vllm, not {engine}"):
-        check(WorkerConfig.parse({"model": "m", "engine": engine, "tensor_parallel": 2}), "decode")
-
-
-def test_stages_are_those_of_the_vllm_engine() -> None:
-    with pytest.raises(StartError, match="pipeline_parallel: 2 needs engine: vllm, not torch"):
-        check(WorkerConfig.parse({"model": "m", "pipeline_parallel": 2}), "decode")
-    check(WorkerConfig.parse({"model": "m", "pipeline_parallel": 2, "engine": "vllm"}), "decode")
+@pytest.mark.parametrize(
+    ("engine", "setting"),
+    [("torch", "tensor_parallel"), ("sim", "tensor_parallel"), ("torch", "pipeline_parallel")],
+)
+def test_ranks_and_stages_are_those_of_the_vllm_engine(engine: str, setting: str) -> None:
+    with pytest.raises(StartError, match=f"{setting}: 2 needs engine: vllm, not {engine}"):
+        check(WorkerConfig.parse({"model": "m", "engine": engine, setting: 2}), "decode")
+    check(WorkerConfig.parse({"model": "m", "engine": "vllm", setting: 2}), "decode")
 
 
 @pytest.mark.parametrize(

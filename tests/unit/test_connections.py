@@ -60,9 +60,7 @@ def test_an_oldest_cached_block_is_given_for_it_where_none_is_free() -> None:
     pair = Pair()
     pair.borrower.send(generate("fills", range(31), 1))
     pair.borrower.run()
-    pair.borrower.send(generate("more", range(40, 44), 1))
-    pair.borrower.run()
-    pair.borrower.receive()
+    pair.borrower.serve(generate("more", range(40, 44), 1))
     pair.borrower.send(ConnectPeers(4, (pair.lender.network.peer,)))
     pair.borrower.send()
     assert pair.borrower.receive(Connected) == [Connected(4)]

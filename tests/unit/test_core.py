@@ -20,8 +20,7 @@ def test_the_tokens_do_not_depend_on_the_chunks(budget: StepBudget) -> None:
     engine = Engine(budget=budget)
     engine.send(generate("a", TEN, max_tokens=7))
     assert engine.held() == (0, 5, 0, 1, 0)
-    engine.run()
-    heard = engine.receive(Token)
+    heard = engine.serve()
     assert tokens_of(heard, "a") == undisturbed(TEN, 7)
     assert [message.finish for message in heard] == [None] * 6 + [FinishReason.LENGTH]
     account = account_of(heard)
@@ -33,9 +32,7 @@ def test_the_tokens_do_not_depend_on_the_chunks(budget: StepBudget) -> None:
 def test_requests_together_answer_as_alone() -> None:
     engine = Engine(num_blocks=16, budget=StepBudget(6, 4))
     prompts = {"a": TEN, "b": TEN[:3], "c": TWELVE, "d": (7,)}
-    engine.send(*(generate(name, prompt, 5) for name, prompt in prompts.items()))
-    engine.run()
-    heard = engine.receive(Token)
+    heard = engine.serve(*(generate(name, prompt, 5) for name, prompt in prompts.items()))
     for name, prompt in prompts.items():
         assert tokens_of(heard, name) == undisturbed(prompt, 5)
     assert engine.held() == NOTHING_LEFT
@@ -46,12 +43,8 @@ def test_a_known_prefix_is_reused_but_for_the_block_of_the_last_token(
     prompt: tuple[int, ...], reused: int, computed_tokens: int
 ) -> None:
     engine = Engine()
-    engine.send(generate("first", TWELVE))
-    engine.run()
-    engine.receive()
-    engine.send(generate("again", prompt))
-    engine.run()
-    heard = engine.receive(Token)
+    engine.serve(generate("first", TWELVE))
+    heard = engine.serve(generate("again", prompt))
     assert tokens_of(heard, "again") == undisturbed(prompt, 2)
     account = account_of(heard)
     assert (account.reused_blocks, account.computed_tokens) == (reused, computed_tokens)
@@ -73,9 +66,7 @@ def test_a_request_resumed_elsewhere_goes_on_with_the_same_tokens() -> None:
     whole = undisturbed(TEN, 6)
     for num_emitted in range(6):
         engine = Engine()
-        engine.send(generate("a", TEN, max_tokens=6, emitted=whole[:num_emitted]))
-        engine.run()
-        heard = engine.receive(Token)
+        heard = engine.serve(generate("a", TEN, max_tokens=6, emitted=whole[:num_emitted]))
         assert tokens_of(heard, "a") == whole[num_emitted:]
         assert heard[-1].finish is FinishReason.LENGTH
         assert engine.held() == NOTHING_LEFT
@@ -85,14 +76,10 @@ def test_choices_resumed_where_their_blocks_are_cached_are_counted_once() -> Non
     """The account is of the first choice's chain: blocks of another one's tokens were never among those to compute."""
     engine, prompt = Engine(num_blocks=32), (*TWELVE, 1)  # whose full blocks the choices share
     sampling = SamplingParams(max_tokens=20, n=2)
-    engine.send(generate("a", prompt, sampling=sampling))
-    engine.run()
-    heard = engine.receive(Token)
+    heard = engine.serve(generate("a", prompt, sampling=sampling))
     choices = [[token.token_id for token in heard if token.choice == choice] for choice in (0, 1)]
     resumed = generate("b", prompt, sampling=sampling, emitted=choices[0][:3])
-    engine.send(resumed._replace(emitted_others=(tuple(choices[1][:19]),)))
-    engine.run()
-    heard = engine.receive(Token)
+    heard = engine.serve(resumed._replace(emitted_others=(tuple(choices[1][:19]),)))
     assert [[token.token_id for token in heard if token.choice == choice] for choice in (0, 1)] == [
         choices[0][3:],
         choices[1][19:],
@@ -106,9 +93,7 @@ def test_a_stop_token_ends_the_request() -> None:
     whole = undisturbed(TEN, 6)
     engine = Engine()
     stop = SamplingParams(max_tokens=6, stop_token_ids=frozenset({whole[2]}))
-    engine.send(generate("a", TEN, sampling=stop))
-    engine.run()
-    heard = engine.receive(Token)
+    heard = engine.serve(generate("a", TEN, sampling=stop))
     assert [message.token_id for message in heard] == whole[:3]
     assert [message.finish for message in heard] == [None, None, FinishReason.STOP]
     assert engine.held() == NOTHING_LEFT
@@ -116,12 +101,8 @@ def test_a_stop_token_ends_the_request() -> None:
 
 def test_salts_do_not_see_each_other() -> None:
     engine = Engine()
-    engine.send(generate("a", TEN, salt="one"))
-    engine.run()
-    engine.receive()
-    engine.send(generate("b", TEN, salt="two"))
-    engine.run()
-    heard = engine.receive(Token)
+    engine.serve(generate("a", TEN, salt="one"))
+    heard = engine.serve(generate("b", TEN, salt="two"))
     assert account_of(heard).reused_blocks == 0
     assert tokens_of(heard, "b") == undisturbed(TEN, 2)
 
@@ -156,20 +137,18 @@ def test_what_can_never_fit_is_rejected_for_good() -> None:
     assert engine.receive(Rejected) == []
 
 
-def test_what_does_not_fit_now_is_rejected_at_once() -> None:
+@pytest.mark.parametrize(
+    ("second", "rejected"),
+    [
+        (generate("b", TEN, max_tokens=3), Rejected("b", "4 KV blocks needed, 3 available now", permanent=False)),
+        (generate("a", TEN[::-1]), Rejected("a", "a request of this id is running here", permanent=True)),
+    ],
+)
+def test_what_cannot_run_now_is_rejected_at_once_and_the_first_goes_on(second: Generate, rejected: Rejected) -> None:
     engine = Engine()
-    engine.send(generate("a", TEN, max_tokens=10), generate("b", TEN, max_tokens=3))
-    assert engine.receive(Rejected) == [Rejected("b", "4 KV blocks needed, 3 available now", permanent=False)]
-    engine.run()
-    assert tokens_of(engine.receive(Token), "a") == undisturbed(TEN, 10)
-
-
-def test_an_id_that_is_running_is_rejected_and_the_first_goes_on() -> None:
-    engine = Engine()
-    engine.send(generate("a", TEN), generate("a", TEN[::-1]))
-    assert engine.receive(Rejected) == [Rejected("a", "a request of this id is running here", permanent=True)]
-    engine.run()
-    assert tokens_of(engine.receive(Token), "a") == undisturbed(TEN, 2)
+    engine.send(generate("a", TEN, max_tokens=10), second)
+    assert engine.receive(Rejected) == [rejected]
+    assert tokens_of(engine.serve(), "a") == undisturbed(TEN, 10)
 
 
 @pytest.mark.parametrize(("prompt", "emitted"), [((), ()), (TEN, (1, 2)), (TEN, tuple(range(30)))])
@@ -256,8 +235,7 @@ def test_siblings_that_arrive_together_compute_once() -> None:
     engine = Engine(num_blocks=16, budget=StepBudget(4, 4))
     engine.send(generate("a", TWELVE, 1), generate("b", (*TWELVE, 1), 1))
     assert engine.held()[1] == 8, "room for both as if nothing were shared"
-    engine.run()
-    heard = engine.receive(Token)
+    heard = engine.serve()
     assert tokens_of(heard, "b") == undisturbed((*TWELVE, 1), 1)
     account = account_of([token for token in heard if token.request_id == "b"])
     assert (account.reused_blocks, account.computed_blocks, account.computed_tokens) == (3, 1, 1)

@@ -16,17 +16,7 @@ from kvtransfer.local import LocalNetwork, LocalTransport
 from loans.account import KvAccount
 from loans.network import Blocks, Started
 from support.checked_core import NOTHING_LEFT, Announcement, LandingCore, Starting, held, of_kinds, spread
-from support.core_engine import (
-    TEN,
-    TWELVE,
-    WIDE,
-    Engine,
-    account_of,
-    generate,
-    lend,
-    prints,
-    tokens_of,
-)
+from support.core_engine import TEN, TWELVE, WIDE, Engine, account_of, generate, lend, prints, tokens_of
 from support.core_pair import Pair, moved
 from support.hand_network import NOBODY
 from support.memory_objects import MemoryObjects, StepStore
@@ -39,9 +29,7 @@ def test_a_loan_brings_all_but_the_tail(eager: bool, lender_budget: StepBudget) 
     pair = Pair(eager, lender_budget)
     pair.submit("r", (*TWELVE, 1, 2))
     assert pair.borrower.held() == (0, 4, 0, 1, 0)
-    pair.run()
-    pair.check_served("r")
-    account = account_of(pair.tokens)
+    account = pair.served("r")
     assert moved(account) == (0, 3, 1, 2, 0)
     assert account.moved_bytes == 3 * LAYOUT.block_bytes
     assert (account.lender_cached_blocks, account.lender_computed_blocks) == (0, 3)
@@ -50,18 +38,12 @@ def test_a_loan_brings_all_but_the_tail(eager: bool, lender_budget: StepBudget) 
 
 def test_only_what_is_missing_is_borrowed_and_what_was_borrowed_is_lent_on() -> None:
     pair = Pair()
-    pair.borrower.send(generate("warm", TEN, 1))
-    pair.borrower.run()
-    pair.borrower.receive()
-    pair.lender.send(generate("warm", TWELVE, 1))
-    pair.lender.run()
-    pair.lender.receive()
+    pair.borrower.serve(generate("warm", TEN, 1))
+    pair.lender.serve(generate("warm", TWELVE, 1))
     pair.submit("r", (*TWELVE, 1, 2, 3, 4, 5))
     want = pair.borrower.taken("r").want
     assert (want.first_block, len(want.keys), want.may_compute) == (2, 4, True)
-    pair.run()
-    pair.check_served("r")
-    account = account_of(pair.tokens)
+    account = pair.served("r")
     assert moved(account) == (2, 2, 1, 1, 0)
     assert (account.lender_cached_blocks, account.lender_computed_blocks) == (1, 1)
     pair.borrower.send(lend("on", (*TWELVE, 1, 2, 3, 4), compute=False))
@@ -83,13 +65,9 @@ def test_nothing_is_borrowed_when_all_that_could_be_is_here() -> None:
 
 def test_a_lender_that_has_a_part() -> None:
     pair = Pair(may_compute=False)
-    pair.lender.send(generate("warm", TEN, 1))
-    pair.lender.run()
-    pair.lender.receive()
+    pair.lender.serve(generate("warm", TEN, 1))
     pair.submit("r", (*TWELVE, 1, 2))
-    pair.run()
-    pair.check_served("r")
-    account = account_of(pair.tokens)
+    account = pair.served("r")
     assert moved(account) == (0, 2, 2, 6, 0)
     assert account.loan_failure == ""
 
@@ -97,9 +75,7 @@ def test_a_lender_that_has_a_part() -> None:
 def test_a_lender_that_has_nothing() -> None:
     pair = Pair(may_compute=False)
     pair.submit("r", TEN)
-    pair.run()
-    pair.check_served("r")
-    account = account_of(pair.tokens)
+    account = pair.served("r")
     assert moved(account) == (0, 0, 3, 10, 0)
     assert account.loan_failure == "the lender holds none of the blocks"
     assert account.transport == ""
@@ -113,9 +89,7 @@ def test_a_block_that_differs_from_its_fingerprint_is_not_used(wrong: int) -> No
     pair.lender.step()
     pair.carry()  # its blocks are announced, and reads queued
     pair.lender.runner.pool.memory[wrong, 5] ^= 1
-    pair.run()
-    pair.check_served("r")
-    account = account_of(pair.tokens)
+    account = pair.served("r")
     assert moved(account) == (0, wrong, 4 - wrong, 14 - 4 * wrong, 1)
     assert account.loan_failure == f"block {wrong} arrived corrupted"
 
@@ -151,33 +125,28 @@ def test_the_end_at_any_moment(moves: int, end: str) -> None:
         pair.check_served("r")
 
 
-def test_an_endpoint_of_another_transport_fails_the_loan_only() -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "blocks", "failure"),
+    [
+        pytest.param(b"elsewhere", [], "the endpoint is not one of the local transport", id="another transport"),
+        pytest.param(None, [Blocks(0, (7, 8), bytes(32))], "the read failed", id="outside the lender's pool"),
+        *(
+            pytest.param(None, [Blocks(0, (0, 1), bytes(count))], None, id=f"{count} bytes of fingerprints")
+            for count in (0, 16, 31, 33, 48, 32)
+        ),
+    ],
+)
+def test_what_a_lender_says_wrong_fails_the_loan_only(
+    endpoint: bytes | None, blocks: list[Blocks], failure: str | None
+) -> None:
     pair = Pair()
     pair.submit("r", TEN)
-    pair.borrower.taken("r").own_endpoint = b"elsewhere"
-    pair.borrower.lent("r", Started(2, 0, 0.0))
-    pair.run()
-    pair.check_served("r")
-    assert account_of(pair.tokens).loan_failure == "the endpoint is not one of the local transport"
-
-
-def test_announced_blocks_outside_the_lenders_pool_fail_the_loan_only() -> None:
-    pair = Pair()
-    pair.submit("r", TEN)
-    pair.borrower.lent("r", Started(2, 0, 0.0), Blocks(0, (7, 8), bytes(32)))
-    pair.run()
-    pair.check_served("r")
-    assert account_of(pair.tokens).loan_failure == "the read failed"
-
-
-@pytest.mark.parametrize("fingerprints", [b"", bytes(16), bytes(31), bytes(33), bytes(48), bytes(32)])
-def test_fingerprints_of_another_shape_or_value_fail_the_loan_only(fingerprints: bytes) -> None:
-    pair = Pair()
-    pair.submit("r", TEN)
-    pair.borrower.lent("r", Started(2, 0, 0.0), Blocks(0, (0, 1), fingerprints))
-    pair.run()
-    pair.check_served("r")
-    assert account_of(pair.tokens).moved_blocks == 0
+    stream = pair.borrower.taken("r")
+    stream.own_endpoint = endpoint or stream.own_endpoint
+    pair.borrower.lent("r", Started(2, 0, 0.0), *blocks)
+    account = pair.served("r")
+    assert account.moved_blocks == 0
+    assert failure is None or account.loan_failure == failure
 
 
 def test_messages_of_a_loan_that_is_over_are_ignored() -> None:

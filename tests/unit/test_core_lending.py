@@ -7,15 +7,7 @@ from engine.messages.from_engine import Token
 from engine.messages.to_engine import Audit, Cancel
 from kvcache.block_keys import block_keys, root_key
 from support.checked_core import NOTHING_LEFT, Announcement, PeerCloses, PeerReleases, Refusal, Starting
-from support.core_engine import (
-    TEN,
-    TWELVE,
-    Engine,
-    generate,
-    lend,
-    prints,
-    tokens_of,
-)
+from support.core_engine import TEN, TWELVE, Engine, generate, lend, prints, tokens_of
 from support.sim_model import undisturbed
 
 
@@ -40,9 +32,7 @@ def test_a_loan_is_computed_and_announced_chunk_by_chunk() -> None:
 
 def test_what_is_cached_is_lent_at_once_and_only_what_was_wanted() -> None:
     engine = Engine()
-    engine.send(generate("a", TWELVE, 1))
-    engine.run()
-    engine.receive()
+    engine.serve(generate("a", TWELVE, 1))
     engine.send(lend("l", (*TWELVE, 1, 2, 3, 4), first=1))
     start, ready = engine.receive(Starting, Announcement)
     assert isinstance(start, Starting)
@@ -70,9 +60,7 @@ def test_blocks_before_the_wanted_ones_are_computed_and_not_announced() -> None:
 @pytest.mark.parametrize(("first", "end"), [(0, 3), (2, 3), (3, 3), (4, 4)])
 def test_a_loan_that_may_not_compute_is_of_what_is_cached(first: int, end: int) -> None:
     engine = Engine()
-    engine.send(generate("a", TWELVE, 1))
-    engine.run()
-    engine.receive()
+    engine.serve(generate("a", TWELVE, 1))
     engine.send(lend("l", range(10, 30), first=first, compute=False))
     said = engine.receive(Starting, Announcement)
     assert isinstance(said[0], Starting)
@@ -128,9 +116,7 @@ def test_a_loan_waits_for_room_and_starts_in_the_step_that_makes_it() -> None:
 def test_waiting_loans_go_by_priority_then_arrival_and_nobody_jumps_the_queue() -> None:
     engine = Engine(num_blocks=4, max_queued_loans=8)
     engine.send(lend("holder", range(12)))
-    engine.send(lend("first", range(20, 32)), lend("small", range(40, 44)), lend("urgent", range(60, 72), priority=1))
-    engine.run()
-    engine.receive()
+    engine.serve(lend("first", range(20, 32)), lend("small", range(40, 44)), lend("urgent", range(60, 72), priority=1))
     order = []
     for loan_id in ("holder", "urgent", "first"):
         engine.send(PeerCloses(loan_id))
@@ -208,14 +194,7 @@ def test_two_loans_of_one_chain_at_once_compute_it_once() -> None:
         engine.step()
         heard += [(ready.loan_id, ready.first, ready.block_ids) for ready in engine.receive(Announcement)]
     # "m" waits while "l" computes what they share, then gets both blocks and its turn, which came before that of "n".
-    assert heard == [
-        ("l", 0, (0,)),
-        ("l", 1, (1,)),
-        ("m", 0, (0, 1)),
-        ("l", 2, (2,)),
-        ("m", 2, (3,)),
-        ("n", 0, (4,)),
-    ]
+    assert heard == [("l", 0, (0,)), ("l", 1, (1,)), ("m", 0, (0, 1)), ("l", 2, (2,)), ("m", 2, (3,)), ("n", 0, (4,))]
     assert not engine.step()
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from engine.core_types import SamplingParams
-from engine.messages.from_engine import Token
 from engine.messages.to_engine import Cancel
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import split_endpoint
@@ -44,9 +43,7 @@ def test_every_rank_reads_its_part_whatever_the_two_sizes(borrowers: int, lender
     pair = pair_of(borrowers, lenders)
     assert len(split_endpoint(pair.lender.ready.endpoint)) == lenders
     pair.submit("r", (*TWELVE, 1, 2))
-    pair.run()
-    pair.check_served("r")
-    account = account_of(pair.tokens)
+    account = pair.served("r")
     assert moved(account) == (0, 3, 1, 2, 0)
     assert account.moved_bytes == 3 * LAYOUT.block_bytes
     assert (account.lanes, account.loan_failure) == (("local/memory",), "")
@@ -58,9 +55,7 @@ def test_fingerprints_that_a_rank_s_transport_found_are_those_of_its_part(borrow
     for number in range(3):
         prompt = (*(token + 20 * number for token in TWELVE), 1, 2)
         pair.submit(f"r{number}", prompt)
-        pair.run()
-        pair.check_served(f"r{number}")
-        account = account_of(pair.tokens)
+        account = pair.served(f"r{number}")
         assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (3, 0, "")
         pair.tokens.clear()
 
@@ -108,9 +103,7 @@ def test_a_part_that_arrives_wrong_ends_the_loan_before_its_block(rank: int) -> 
 def test_choices_are_copied_on_every_rank() -> None:
     engine = pair_of(2, 1).borrower
     sampling = SamplingParams(3, n=3)
-    engine.send(generate("r", TEN, sampling=sampling))
-    engine.run()
-    tokens = engine.receive(Token)
+    tokens = engine.serve(generate("r", TEN, sampling=sampling))
     for choice in range(3):
         assert [t.token_id for t in tokens if t.choice == choice] == undisturbed(TEN, 3, choice)
 

@@ -8,7 +8,7 @@ import functools
 import gc
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -107,6 +107,13 @@ def wire() -> Wire:
     return Wire()
 
 
+@pytest.fixture
+async def link(wire: Wire) -> AsyncIterator[DecodeStream]:
+    made = wire.link()
+    yield made
+    made.break_off(Unavailable("over"))
+
+
 class Reader:
     """Of one request; reads so many messages as it is allowed."""
 
@@ -137,8 +144,7 @@ class Reader:
             self.allowed.release()
 
 
-async def test_each_gets_its_own_and_no_other(wire: Wire) -> None:
-    link = wire.link()
+async def test_each_gets_its_own_and_no_other(wire: Wire, link: DecodeStream) -> None:
     readers = {name: Reader(link, name) for name in ("a", "b")}
     await settle()
     wire.attempts["a"].say(2)
@@ -156,11 +162,9 @@ async def test_each_gets_its_own_and_no_other(wire: Wire) -> None:
     assert failure.field == "sampling"
     assert all(attempt.closed for attempt in wire.attempts.values())
     assert link.idle
-    link.break_off(Unavailable("over"))
 
 
-async def test_refusals_and_mistakes_end_their_request_only(wire: Wire) -> None:
-    link = wire.link()
+async def test_refusals_and_mistakes_end_their_request_only(wire: Wire, link: DecodeStream) -> None:
     refused, broken, good = (Reader(link, name) for name in ("refused", "bug", "good"))
     await settle()
     assert isinstance(refused.failure, Overloaded)
@@ -169,11 +173,9 @@ async def test_refusals_and_mistakes_end_their_request_only(wire: Wire) -> None:
     wire.attempts["good"].say(1)
     await settle()
     assert good.tokens == [1]
-    link.break_off(Unavailable("over"))
 
 
-async def test_one_that_nobody_reads_is_paused_and_comes_as_one_message(wire: Wire) -> None:
-    link = wire.link()
+async def test_one_that_nobody_reads_is_paused_and_comes_as_one_message(wire: Wire, link: DecodeStream) -> None:
     slow, quick = Reader(link, "slow"), Reader(link, "quick")
     quick.allow(10_000)
     await settle()
@@ -187,7 +189,6 @@ async def test_one_that_nobody_reads_is_paused_and_comes_as_one_message(wire: Wi
     await settle()
     assert slow.tokens == quick.tokens
     assert slow.num_messages < PAUSE_AT + 15
-    link.break_off(Unavailable("over"))
 
 
 @pytest.mark.parametrize("how", ["over", "refused", "cancelled", "closed"])
@@ -246,8 +247,9 @@ async def test_a_deadline_ends_it_at_both_ends(wire: Wire) -> None:
     assert wire.attempts["late"].closed
 
 
-async def test_what_is_no_request_and_mistakes_in_the_middle_end_their_request_only(wire: Wire) -> None:
-    link = wire.link()
+async def test_what_is_no_request_and_mistakes_in_the_middle_end_their_request_only(
+    wire: Wire, link: DecodeStream
+) -> None:
     good, broken = Reader(link, "good"), Reader(link, "broken")
     await settle()
     ends: list[bytes] = []
@@ -263,11 +265,9 @@ async def test_what_is_no_request_and_mistakes_in_the_middle_end_their_request_o
     wire.attempts["good"].say(1)
     await settle()
     assert good.tokens == [1]
-    link.break_off(Unavailable("over"))
 
 
-async def test_a_request_that_no_frame_can_carry_is_refused(wire: Wire) -> None:
-    link = wire.link()
+async def test_a_request_that_no_frame_can_carry_is_refused(wire: Wire, link: DecodeStream) -> None:
     huge = pb.DecodeRequest(cache_salt="x" * MAX_MESSAGE_BYTES)
     with pytest.raises(InvalidRequest, match=f"at most {MAX_MESSAGE_BYTES}"):
         await anext(link.generate(huge, 1.0))
@@ -281,7 +281,6 @@ async def test_a_request_that_no_frame_can_carry_is_refused(wire: Wire) -> None:
     (message,) = await reading
     assert public_pb.GenerateResponse.FromString(message).token_ids == [1]
     assert [other.tokens for other in others] == [[1], [1]]
-    link.break_off(Unavailable("over"))
 
 
 moves = st.lists(

@@ -46,7 +46,6 @@ class RosterModel(RuleBasedStateMachine):
         self.roster = Roster(pinned=["p:9"], forget_after=self.LONG)
         self.history: list[frozenset[str]] = []
         """Who was listed or joined, at each listing; absence is counted from there."""
-        self.listed_ever: set[str] = set()
 
     @rule(addresses=some, joined=some)
     def listing(self, addresses: frozenset[str], joined: frozenset[str]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +24,14 @@ from router.admission.request import QueuedRequest, RequestInfo
 from router.admission.workers.capacity import Capacity, could_hold, first_to_free
 from router.placement.demand import Demand
 from router.placement.place import place
-from router.placement.rates import Priors, Rates
+from router.placement.rates import Rates
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
 from support.checked_core import NOTHING_LEFT, CheckedCore
 from support.core_engine import TEN, TWELVE, Engine, generate
 from support.embedding_models import make_embedder
 from support.sim_directories import write_sim_model
 from support.sim_model import LAYOUT, VOCAB
+from support.toy_placement import RATES, worker
 from worker.requests.output_stream import finished_embedding
 
 # ------------------------------------------------------------------------------------------------ models
@@ -125,9 +125,7 @@ def test_embeddings_do_not_depend_on_the_chunks(pooling: Pooling, budget: StepBu
 @pytest.mark.parametrize(("pooling", "reused"), [("last", 2), ("mean", 0)])
 def test_only_the_last_token_s_embedding_uses_cached_blocks(pooling: Pooling, reused: int) -> None:
     engine = Engine()
-    engine.send(generate("first", TWELVE))
-    engine.run()
-    engine.receive()
+    engine.serve(generate("first", TWELVE))
     engine.send(embed("a", TWELVE, pooling))
     engine.run()
     (embedded,) = engine.receive(Embedded)
@@ -183,34 +181,12 @@ def test_what_is_no_embedding_fails(values: list[float]) -> None:
 
 # --------------------------------------------------------------------------------------------- placement
 
-PRIORS = Priors(
-    prefill_tokens_per_s=1000,
-    decode_prefill_tokens_per_s=100,
-    kv_bytes_per_s=1e6,
-    loan_overhead_s=0.01,
-    step_s=0.0,
-    stream_delay_s=0.001,
-)
 DEMAND = Demand(num_tokens=40, num_usable_blocks=0, num_total_blocks=11, block_tokens=4, block_bytes=10, embeds=True)
-
-
-def worker(name: str, **changes: object) -> WorkerView:
-    view = WorkerView(
-        worker_id=name,
-        decodes=name.startswith("d"),
-        fingerprint=b"model",
-        running=0,
-        decoding=0,
-        queued_prefill_tokens=0,
-        available_blocks=100,
-        num_blocks=100,
-    )
-    return replace(view, **changes)  # type: ignore[arg-type]
 
 
 def placed_on(views: list[WorkerView]) -> str | None:
     workers = WorkerTable.of(views)
-    decision = place(DEMAND, workers, Hits.of(workers, {}), Rates.uniform(len(views), PRIORS))
+    decision = place(DEMAND, workers, Hits.of(workers, {}), Rates.uniform(len(views), RATES))
     if decision is None:
         return None
     assert decision.lender_id is None

@@ -178,16 +178,8 @@ def test_windows_and_states_in_one_context() -> None:
 @pytest.mark.parametrize(
     ("name", "others", "said"),
     [
-        (
-            "deepseek-v3",
-            {"engine": "torch"},
-            "engine: torch does not serve MLA, which deepseek-v3 has: set",
-        ),
-        (
-            "qwen3.5-35b-a3b",
-            {"engine": "torch"},
-            "engine: torch does not serve recurrent layers, which",
-        ),
+        ("deepseek-v3", {"engine": "torch"}, "engine: torch does not serve MLA, which deepseek-v3 has: set"),
+        ("qwen3.5-35b-a3b", {"engine": "torch"}, "engine: torch does not serve recurrent layers, which"),
         (
             "qwen3.5-35b-a3b",
             {"engine": "vllm", "tensor_parallel": 2},
@@ -202,11 +194,7 @@ def test_memory_that_an_engine_does_not_keep(name: str, others: dict[str, Any], 
 
 # ------------------------------------------------------------------ refusals, and the nearest that fits
 
-OLD_RDMA: dict[str, Any] = {
-    "engine": "vllm",
-    "strict_lanes": ["rdma"],
-    "kv_memory_mib": 40960,
-}
+OLD_RDMA: dict[str, Any] = {"engine": "vllm", "strict_lanes": ["rdma"], "kv_memory_mib": 40960}
 """Settings of helm/examples/gpu-rdma.yaml before `tandem plan --values`."""
 
 
@@ -480,12 +468,7 @@ def test_a_full_context_needs_room_in_the_largest_stage() -> None:
     [
         (LLAMA_405B, 8, {"tensor_parallel": 8, "pipeline_parallel": 2}, "gpus: 8 is not 16, the ranks of a pod"),
         (LLAMA_405B, 16, {"tensor_parallel": 8, "nodes": 2}, "gpus: 16 is not 4, the ranks of a pod"),
-        (
-            LLAMA_405B,
-            8,
-            {"tensor_parallel": 8, "nodes": 3},
-            "nodes: 8 ranks (tensor_parallel 8",
-        ),
+        (LLAMA_405B, 8, {"tensor_parallel": 8, "nodes": 3}, "nodes: 8 ranks (tensor_parallel 8"),
         (LLAMA_405B, 1, {"data_parallel": 2}, "data_parallel: llama-3.1-405b has no experts to share out"),
         (DEEPSEEK_V3, 1, {"data_parallel": 24}, "data_parallel: 24 does not divide the 256 experts"),
         (DEEPSEEK_V3, 3, {"data_parallel": 16, "data_parallel_local": 3}, "data_parallel_local: 3 does not divide"),

@@ -12,7 +12,7 @@ from router.frontend.http.errors import Caller, error_answer
 from router.frontend.http.exchange import HEARTBEAT, Exchange
 from router.frontend.http.server import UnchunkedTransport
 from router.frontend.openai.completions import quoted
-from support.virtual_loop import VirtualLoop, run_virtually
+from support.virtual_loop import VirtualLoop
 
 BREAKS = "a\u0085b\u2028c\u2029d"
 
@@ -42,37 +42,31 @@ class Sent:
         return [(at, message["body"]) for at, message in self.messages if message["type"] == "http.response.body"]
 
 
-def test_heartbeats_come_until_the_first_event() -> None:
-    async def main() -> None:
-        sent = Sent()
-        async with sent.exchange.heartbeats(2.0):
-            await asyncio.sleep(5.0)
-            await sent.exchange.send_events(b"one")
-            await asyncio.sleep(9.0)
-            await sent.exchange.end_events(b"two")
+async def test_heartbeats_come_until_the_first_event() -> None:
+    sent = Sent()
+    async with sent.exchange.heartbeats(2.0):
+        await asyncio.sleep(5.0)
+        await sent.exchange.send_events(b"one")
         await asyncio.sleep(9.0)
-        assert sent.bodies == [(2.0, HEARTBEAT), (4.0, HEARTBEAT), (5.0, b"one"), (14.0, b"two")]
-        starts = [message for _, message in sent.messages if message["type"] == "http.response.start"]
-        assert [start["status"] for start in starts] == [200]
-        assert (b"content-type", b"text/event-stream; charset=utf-8") in starts[0]["headers"]
+        await sent.exchange.end_events(b"two")
+    await asyncio.sleep(9.0)
+    assert sent.bodies == [(2.0, HEARTBEAT), (4.0, HEARTBEAT), (5.0, b"one"), (14.0, b"two")]
+    starts = [message for _, message in sent.messages if message["type"] == "http.response.start"]
+    assert [start["status"] for start in starts] == [200]
+    assert (b"content-type", b"text/event-stream; charset=utf-8") in starts[0]["headers"]
 
-    run_virtually(main())
 
-
-def test_a_failure_after_a_heartbeat_is_an_event_and_before_one_a_status() -> None:
-    async def main() -> None:
-        answer = error_answer(InvalidRequest("prompt", "is bad"), {})
-        for every_s, started in ((2.0, True), (4.0, False), (None, False)):
-            sent = Sent()
-            async with sent.exchange.heartbeats(every_s):
-                await asyncio.sleep(3.0)
-            await sent.exchange.fail(answer)
-            await asyncio.sleep(9.0)
-            assert sent.messages[0][1]["status"] == (200 if started else 400)
-            assert sent.bodies[-1][1] == (answer.event if started else answer.body)
-            assert len(sent.bodies) == 1 + started
-
-    run_virtually(main())
+async def test_a_failure_after_a_heartbeat_is_an_event_and_before_one_a_status() -> None:
+    answer = error_answer(InvalidRequest("prompt", "is bad"), {})
+    for every_s, started in ((2.0, True), (4.0, False), (None, False)):
+        sent = Sent()
+        async with sent.exchange.heartbeats(every_s):
+            await asyncio.sleep(3.0)
+        await sent.exchange.fail(answer)
+        await asyncio.sleep(9.0)
+        assert sent.messages[0][1]["status"] == (200 if started else 400)
+        assert sent.bodies[-1][1] == (answer.event if started else answer.body)
+        assert len(sent.bodies) == 1 + started
 
 
 class Written(asyncio.Transport):

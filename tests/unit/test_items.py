@@ -103,9 +103,7 @@ def test_no_picture_is_taken_for_another_of_its_size_and_place() -> None:
             request_id = f"{trial}-{number}"
             items = [Item(rng.choice([CAT, DOG]), before, size)]
             if rng.random() < 0.3:
-                pair.lender.send(generate(f"own-{request_id}", tokens, 1, items=[Item(CAT, before, size)]))
-                pair.lender.run()
-                pair.lender.receive()
+                pair.lender.serve(generate(f"own-{request_id}", tokens, 1, items=[Item(CAT, before, size)]))
             pair.submit(request_id, tokens, items=items)
             pair.run()
             pair.check_served(request_id, borrows=False)

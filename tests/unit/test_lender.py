@@ -17,107 +17,91 @@ from loans.lender import (
     Unhold,
 )
 
+Event = Start | Computed | Released | Closed
+Steps = list[tuple[Event, list[object]]]
 
-def lending(first: int = 0) -> LenderLoan:
-    """A loan of two cached blocks, 10 and 11, and two to be computed."""
-    loan = LenderLoan(first)
-    assert loan.handle(Start((10, 11), first + 4)) == [
-        SendStarting(first + 4, first + 2),
-        Announce(first, (10, 11)),
-    ]
+# Two cached blocks, 10 and 11, and two to be computed; then also from block 3 on.
+LENDING: Steps = [(Start((10, 11), 4), [SendStarting(4, 2), Announce(0, (10, 11))])]
+FROM_3: Steps = [(Start((10, 11), 7), [SendStarting(7, 5), Announce(3, (10, 11))])]
+CLOSED: Steps = [(Closed(), [StopComputing()])]
+ONE_GIVEN_BACK: Steps = [*LENDING, (Released(0, 1), [Unhold((10,))])]
+
+
+def not_held(first: int, end: int) -> Refuse:
+    return Refuse(f"release of blocks [{first}, {end}) that this loan does not hold")
+
+
+def after(steps: Steps, first: int = 0) -> LenderLoan:
+    """The loan after the events of `steps`, each of which gave exactly its actions; what it holds follows from them."""
+    loan, held = LenderLoan(first), list[int]()
+    for event, actions in steps:
+        assert loan.handle(event) == actions
+        for action in actions:
+            if isinstance(action, Announce):
+                held += action.block_ids
+            elif isinstance(action, Unhold):
+                held = [block for block in held if block not in action.block_ids]
+        assert loan.held_blocks == held
+        assert loan.done == (StopComputing() in actions)
     return loan
 
 
-def test_the_whole_loan() -> None:
-    loan = lending(first=3)
-    assert loan.held_blocks == [10, 11]
-    assert loan.handle(Computed((12,))) == [Announce(5, (12,))]
-    assert loan.handle(Released(3, 2)) == [Unhold((10, 11))]
-    assert loan.held_blocks == [12]
-    assert loan.handle(Computed((13,))) == [Announce(6, (13,))]
-    assert loan.handle(Released(5, 2)) == [Unhold((12, 13))]
-    assert loan.held_blocks == []
-    assert not loan.done
-    assert loan.handle(Closed()) == [StopComputing()]
-    assert loan.done
+LOANS: dict[str, tuple[int, Steps]] = {
+    "whole": (3, [
+        *FROM_3,
+        (Computed((12,)), [Announce(5, (12,))]),
+        (Released(3, 2), [Unhold((10, 11))]),
+        (Computed((13,)), [Announce(6, (13,))]),
+        (Released(5, 2), [Unhold((12, 13))]),
+        *CLOSED,
+    ]),
+    "ranges of any order and size": (0, [
+        *LENDING,
+        (Computed((12, 13)), [Announce(2, (12, 13))]),
+        (Released(3, 1), [Unhold((13,))]),
+        (Released(0, 1), [Unhold((10,))]),
+        (Released(1, 2), [Unhold((11, 12))]),
+    ]),
+    "nothing is cached": (2, [
+        (Start((), 4), [SendStarting(4, 2)]),
+        (Computed(()), []),
+        (Computed((7,)), [Announce(2, (7,))]),
+    ]),
+    "everything is cached": (0, [(Start((5, 6), 2), [SendStarting(2, 2), Announce(0, (5, 6))])]),
+    "nothing, and it may not compute": (3, [(Start((), 3), [SendStarting(3, 3)]), *CLOSED]),
+    "closed while queued": (0, CLOSED),
+    "closed in the middle": (0, [
+        *ONE_GIVEN_BACK,
+        (Computed((12,)), [Announce(2, (12,))]),
+        (Closed(), [Unhold((11, 12)), StopComputing()]),
+    ]),
+    "a release twice": (0, [*ONE_GIVEN_BACK, (Released(0, 1), [not_held(0, 1), Unhold((11,)), StopComputing()])]),
+    "a release before the start": (0, [(Released(0, 1), [not_held(0, 1), StopComputing()])]),
+}  # fmt: skip
 
 
-def test_ranges_may_be_released_in_any_order_and_size() -> None:
-    loan = lending()
-    loan.handle(Computed((12, 13)))
-    assert loan.handle(Released(3, 1)) == [Unhold((13,))]
-    assert loan.handle(Released(0, 1)) == [Unhold((10,))]
-    assert loan.held_blocks == [11, 12]
-    assert loan.handle(Released(1, 2)) == [Unhold((11, 12))]
-
-
-def test_nothing_cached() -> None:
-    loan = LenderLoan(2)
-    assert loan.handle(Start((), 4)) == [SendStarting(4, 2)]
-    assert loan.handle(Computed(())) == []
-    assert loan.handle(Computed((7,))) == [Announce(2, (7,))]
-
-
-def test_everything_cached() -> None:
-    loan = LenderLoan(0)
-    assert loan.handle(Start((5, 6), 2)) == [SendStarting(2, 2), Announce(0, (5, 6))]
-
-
-def test_a_lender_that_has_nothing_and_may_not_compute() -> None:
-    loan = LenderLoan(3)
-    assert loan.handle(Start((), 3)) == [SendStarting(3, 3)]
-    assert loan.handle(Closed()) == [StopComputing()]
-
-
-def test_close_while_queued_holds_nothing() -> None:
-    loan = LenderLoan(0)
-    assert loan.handle(Closed()) == [StopComputing()]
-    assert loan.done
-
-
-def test_close_in_the_middle_lets_go_of_what_is_left() -> None:
-    loan = lending()
-    loan.handle(Released(0, 1))
-    loan.handle(Computed((12,)))
-    assert loan.handle(Closed()) == [Unhold((11, 12)), StopComputing()]
-    assert loan.held_blocks == []
+@pytest.mark.parametrize(("first", "steps"), LOANS.values(), ids=LOANS)
+def test_loans(first: int, steps: Steps) -> None:
+    after(steps, first)
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 0), (2, 1), (1, 2), (0, 1 << 32), (4, 1), (100, 1), (0, -1), (0, 5)])
 def test_a_release_of_what_is_not_held_ends_the_loan(first: int, count: int) -> None:
-    loan = lending()
-    text = f"release of blocks [{first}, {first + count}) that this loan does not hold"
-    assert loan.handle(Released(first, count)) == [Refuse(text), Unhold((10, 11)), StopComputing()]
-    assert loan.done
-
-
-def test_a_release_twice_ends_the_loan_and_frees_nothing_twice() -> None:
-    loan = lending()
-    loan.handle(Released(0, 1))
-    refuse, *rest = loan.handle(Released(0, 1))
-    assert isinstance(refuse, Refuse)
-    assert rest == [Unhold((11,)), StopComputing()]
-
-
-def test_a_release_before_the_start_ends_the_loan() -> None:
-    loan = LenderLoan(0)
-    refuse, *rest = loan.handle(Released(0, 1))
-    assert isinstance(refuse, Refuse)
-    assert rest == [StopComputing()]
+    refused = not_held(first, first + count)
+    after([*LENDING, (Released(first, count), [refused, Unhold((10, 11)), StopComputing()])])
 
 
 @pytest.mark.parametrize("event", [Start((1,), 2), Computed((1,)), Released(0, 1), Closed()])
-def test_after_the_end_everything_is_ignored(event: Start | Computed | Released | Closed) -> None:
-    loan = lending()
-    loan.handle(Closed())
+def test_after_the_end_everything_is_ignored(event: Event) -> None:
+    loan = after([*LENDING, (Closed(), [Unhold((10, 11)), StopComputing()])])
     assert loan.handle(event) == []
     assert loan.held_blocks == []
 
 
 @pytest.mark.parametrize("event", [Start((), 4), Computed((1, 2, 3))])
-def test_our_own_mistakes_are_assertions(event: Start | Computed) -> None:
+def test_our_own_mistakes_are_assertions(event: Event) -> None:
     """A second start; more blocks than were promised."""
-    loan = lending()
+    loan = after(LENDING)
     with pytest.raises(AssertionError):
         loan.handle(event)
 

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,9 +30,7 @@ class Behind(Frontend):
         self.asked: asyncio.Queue[TraceRequest] = asyncio.Queue()
         self._error = error
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         return
 
     async def ask(self, request: TraceRequest, on_tokens: OnTokens) -> pb.Finish:

@@ -30,18 +30,15 @@ async def worked_in(turns: LoopTurns, count: int, cancelled: frozenset[int] = fr
     return worked
 
 
-def test_a_burst_works_in_parts_and_in_order() -> None:
-    async def main() -> None:
-        turns = LoopTurns(4)
-        worked = await worked_in(turns, 11)
-        assert [task for task, _ in worked] == list(range(11))
-        at = [number for _, number in worked]
-        assert [at.count(each) for each in dict.fromkeys(at)] == [4, 4, 3]
-        assert sorted(at) == at
-        (alone,) = await worked_in(turns, 1)
-        assert alone == (0, at[0]), "nobody waits in a loop that has time"
-
-    asyncio.run(main())
+async def test_a_burst_works_in_parts_and_in_order() -> None:
+    turns = LoopTurns(4)
+    worked = await worked_in(turns, 11)
+    assert [task for task, _ in worked] == list(range(11))
+    at = [number for _, number in worked]
+    assert [at.count(each) for each in dict.fromkeys(at)] == [4, 4, 3]
+    assert sorted(at) == at
+    (alone,) = await worked_in(turns, 1)
+    assert alone == (0, at[0]), "nobody waits in a loop that has time"
 
 
 @given(st.integers(1, 5), st.integers(1, 20), st.frozensets(st.integers(0, 19)))

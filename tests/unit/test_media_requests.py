@@ -75,19 +75,9 @@ READ: list[tuple[Callable[..., Generation], dict[str, Any], pb.Media, str]] = [
         PNG,
         "messages[0].content[1].file.file_data",
     ),
-    (
-        chat,
-        {"type": "file", "file": {"file_id": "file-1"}},
-        pb.Media(),
-        "messages[0].content[1].file.file_id",
-    ),
+    (chat, {"type": "file", "file": {"file_id": "file-1"}}, pb.Media(), "messages[0].content[1].file.file_id"),
     (response, {"type": "input_image", "image_url": DATA_URL}, PNG, "input[0].content[1].image_url"),
-    (
-        response,
-        {"type": "input_image", "file_id": "file-1"},
-        pb.Media(kind="image"),
-        "input[0].content[1].file_id",
-    ),
+    (response, {"type": "input_image", "file_id": "file-1"}, pb.Media(kind="image"), "input[0].content[1].file_id"),
     (
         response,
         {"type": "input_file", "file_data": f"data:audio/wav;base64,{BASE64}"},
@@ -100,12 +90,7 @@ READ: list[tuple[Callable[..., Generation], dict[str, Any], pb.Media, str]] = [
         PNG,
         "messages[0].content[1].source.data",
     ),
-    (
-        anthropic,
-        {"type": "image", "source": {"type": "url", "url": URL}},
-        LINKED,
-        "messages[0].content[1].source.url",
-    ),
+    (anthropic, {"type": "image", "source": {"type": "url", "url": URL}}, LINKED, "messages[0].content[1].source.url"),
     (
         anthropic,
         {"type": "image", "source": {"type": "file", "file_id": "file-1"}},

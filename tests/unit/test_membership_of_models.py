@@ -83,6 +83,12 @@ class Member:
         return listens
 
 
+async def joined(member: Member) -> "tuple[Member, asyncio.Future[Any]]":
+    """A member that was welcomed, reports and listens."""
+    await member.welcomed()
+    return member, await member.reports()
+
+
 @pytest.fixture(autouse=True)
 def _inboxes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are connected to by nothing but their inboxes."""
@@ -101,16 +107,18 @@ def models(tmp_path: Path) -> ModelRuntimes:
     return serve_models(config, read_models(config), TenantLimits(config), b"incarnation")
 
 
+@pytest.fixture
+def service(models: ModelRuntimes) -> MembershipService:
+    return MembershipService(models, "router", b"incarnation", 10.0)
+
+
 def ids(models: ModelRuntimes) -> list[list[str]]:
     return [[worker.worker_id for worker in model.decode_workers()] for model in models]
 
 
-async def test_a_worker_is_one_of_its_models_only(models: ModelRuntimes) -> None:
-    service = MembershipService(models, "router", b"incarnation", 10.0)
+async def test_a_worker_is_one_of_its_models_only(models: ModelRuntimes, service: MembershipService) -> None:
     _, of_b = models
-    member = Member(service, of_b, b"1")
-    await member.welcomed()
-    listens = await member.reports()
+    _, listens = await joined(Member(service, of_b, b"1"))
     assert ids(models) == [[], ["w"]]
     listens.cancel()
     await asyncio.wait([listens])
@@ -118,22 +126,17 @@ async def test_a_worker_is_one_of_its_models_only(models: ModelRuntimes) -> None
 
 
 async def test_an_id_means_one_worker_whatever_it_serves(
-    models: ModelRuntimes, monkeypatch: pytest.MonkeyPatch
+    models: ModelRuntimes, service: MembershipService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = MembershipService(models, "router", b"incarnation", 10.0)
     of_a, of_b = models
-    first = Member(service, of_a, b"1")
-    await first.welcomed()
-    listens = await first.reports()
+    first, listens = await joined(Member(service, of_a, b"1"))
     second = Member(service, of_b, b"2")
     with pytest.raises(Aborted, match="ALREADY_EXISTS: worker_id: 'w' is in use by the worker at a:1"):
         await second.welcomed()
     assert ids(models) == [["w"], []]
 
     monkeypatch.setattr(members, "ALIVE_S", -1.0)  # nobody is taken to have spoken lately
-    successor = Member(service, of_b, b"2")
-    await successor.welcomed()
-    listens_too = await successor.reports()
+    _, listens_too = await joined(Member(service, of_b, b"2"))
     assert ids(models) == [[], ["w"]]
     first.tells(pb.WorkerMessage(load=pb.LoadReport()))
     with pytest.raises(Aborted, match="another stream of 'w' has replaced this one"):
@@ -143,36 +146,35 @@ async def test_an_id_means_one_worker_whatever_it_serves(
     await asyncio.wait([listens_too])
 
 
-async def test_a_worker_of_a_model_that_is_not_served_is_told_which_are(models: ModelRuntimes) -> None:
-    service = MembershipService(models, "router", b"incarnation", 10.0)
-    stranger = Member(service, next(iter(models)), b"1", config_fingerprint=b"other", model="c")
-    with pytest.raises(Aborted, match=r"FAILED_PRECONDITION.*serves 'c', whose name and config .*: 'a', 'b'"):
-        await stranger.welcomed()
-
-
-async def test_a_worker_without_a_stream_port_is_refused_by_that_name(models: ModelRuntimes) -> None:
-    """As one of the version before may be."""
-    service = MembershipService(models, "router", b"incarnation", 10.0)
-    member = Member(service, next(iter(models)), b"1", stream_address="")
-    with pytest.raises(Aborted, match="FAILED_PRECONDITION: stream_port: is null at worker w"):
-        await member.welcomed()
+@pytest.mark.parametrize(
+    ("hello", "said"),
+    [
+        (
+            {"config_fingerprint": b"other", "model": "c"},
+            r"FAILED_PRECONDITION.*serves 'c', whose name and config .*: 'a', 'b'",
+        ),
+        ({"stream_address": ""}, "FAILED_PRECONDITION: stream_port: is null at worker w"),  # of the version before
+    ],
+)
+async def test_a_worker_that_cannot_serve_here_is_told_why(
+    models: ModelRuntimes, service: MembershipService, hello: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(Aborted, match=said):
+        await Member(service, next(iter(models)), b"1", **hello).welcomed()
     assert ids(models) == [[], []]
 
 
-async def test_a_worker_that_cannot_be_reached_or_sends_events_on_its_call_is_told_so(models: ModelRuntimes) -> None:
-    service = MembershipService(models, "router", b"incarnation", 10.0)
+async def test_a_worker_that_cannot_be_reached_or_sends_events_on_its_call_is_told_so(
+    models: ModelRuntimes, service: MembershipService
+) -> None:
     of_a, _ = models
-    member = Member(service, of_a, b"1")
-    await member.welcomed()
-    listens = await member.reports()
+    member, listens = await joined(Member(service, of_a, b"1"))
     Member.inboxes[member.key].end(Unavailable("no connection to worker w at a:2 (stream_port): refused"))
     with pytest.raises(Aborted, match=r"UNAVAILABLE: no connection to worker w at a:2 \(stream_port\)"):
         await listens
     assert ids(models) == [[], []]
 
-    member = Member(service, of_a, b"1")
-    await member.welcomed()
-    listens = await member.reports()
+    member, listens = await joined(Member(service, of_a, b"1"))
     member.says.put_nowait(pb.WorkerMessage(load=pb.LoadReport()))
     with pytest.raises(Aborted, match="INVALID_ARGUMENT: load: comes after the Welcome"):
         await listens
@@ -183,9 +185,7 @@ async def test_a_worker_that_leaves_or_falls_silent_is_forgotten(models: ModelRu
     lost: list[str] = []
     service = MembershipService(models, "router", b"incarnation", 10.0, lost.append)
     of_a, _ = models
-    member = Member(service, of_a, b"1")
-    await member.welcomed()
-    listens = await member.reports()
+    _, listens = await joined(Member(service, of_a, b"1"))
     await asyncio.sleep(9.0)
     assert ids(models) == [["w"], []]
     await asyncio.sleep(1.1)
@@ -196,9 +196,8 @@ async def test_a_worker_that_leaves_or_falls_silent_is_forgotten(models: ModelRu
 
 
 async def test_who_can_exchange_blocks_with_nobody_is_told_of(
-    models: ModelRuntimes, caplog: pytest.LogCaptureFixture
+    models: ModelRuntimes, service: MembershipService, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service = MembershipService(models, "router", b"incarnation", 10.0)
     of_a, _ = models
     kinds = {
         "first": {},
@@ -223,13 +222,10 @@ async def test_who_can_exchange_blocks_with_nobody_is_told_of(
             assert not said
 
 
-async def test_a_large_cache_holds_up_nobody(models: ModelRuntimes) -> None:
+async def test_a_large_cache_holds_up_nobody(models: ModelRuntimes, service: MembershipService) -> None:
     """And who leaves in the middle of it holds nothing."""
-    service = MembershipService(models, "router", b"incarnation", 10.0)
     model, _ = models
-    member = Member(service, model, b"1")
-    await member.welcomed()
-    listens = await member.reports()
+    member, listens = await joined(Member(service, model, b"1"))
     keys = [number.to_bytes(16, "big") for number in range(10 * PART_KEYS)]
     half = len(keys) // 2
     events = [pb.CacheEvent(stored=b"".join(part)) for part in (keys[:half], keys[half:])]
@@ -259,9 +255,8 @@ async def test_a_large_cache_holds_up_nobody(models: ModelRuntimes) -> None:
 
 
 async def test_of_workers_with_other_files_that_join_at_once_one_sends_them(
-    models: ModelRuntimes, tmp_path: Path
+    models: ModelRuntimes, service: MembershipService, tmp_path: Path
 ) -> None:
-    service = MembershipService(models, "router", b"incarnation", 10.0)
     of_a, _ = models
     (tmp_path / "new").mkdir()
     path = write_sim_model(tmp_path / "new" / "a", 650)
@@ -282,9 +277,8 @@ async def test_of_workers_with_other_files_that_join_at_once_one_sends_them(
 
 
 async def test_a_worker_that_sends_something_else_does_not_join_and_stops_no_other(
-    models: ModelRuntimes, tmp_path: Path
+    models: ModelRuntimes, service: MembershipService, tmp_path: Path
 ) -> None:
-    service = MembershipService(models, "router", b"incarnation", 10.0)
     of_a, _ = models
     (tmp_path / "new").mkdir()
     config = ModelDir.open(write_sim_model(tmp_path / "new" / "a", 650)).config_fingerprint()

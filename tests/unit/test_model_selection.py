@@ -13,7 +13,7 @@ from router.config import RouterConfig
 from router.models.media import ReadingContext
 from router.models.model_runtimes import ModelRuntimes
 from router.models.model_selector import ModelSelector, SelectedModel
-from support.served_models import TEXT, arrival_of, join, served
+from support.served_models import TEXT, arrival_of, join, served, staffed
 from support.sim_directories import write_sim_model, write_tokenizer
 
 
@@ -32,17 +32,13 @@ async def test_only_the_tokenizers_that_matter_read_the_prompt(
 ) -> None:
     """The same 40 words are 230 tokens of the one and 40 of the other: a price a token says little of a prompt's."""
     cheap_token = {"path": byte_model, "input_price": 1, "output_price": 1}
-    config, models = served([cheap_token, {"path": word_model, "input_price": 100, "output_price": 100}])
-    for model in models:
-        join(model)
+    config, models = staffed([cheap_token, {"path": word_model, "input_price": 100, "output_price": 100}])
     choice = await choose(config, models, text=TEXT)
     assert (choice.model.name, counted(choice)) == ("bytes", ["bytes"])
     assert len(choice.reading.prompt) == 230
 
     # What costs twice as much a token costs a third: known once the first one has read it.
-    config, models = served([cheap_token, {"path": word_model, "input_price": 2, "output_price": 1}])
-    for model in models:
-        join(model)
+    config, models = staffed([cheap_token, {"path": word_model, "input_price": 2, "output_price": 1}])
     choice = await choose(config, models, text=TEXT)
     assert (choice.model.name, counted(choice)) == ("words", ["bytes", "words"])
     assert len(choice.reading.prompt) == 40
@@ -55,9 +51,7 @@ async def test_only_the_tokenizers_that_matter_read_the_prompt(
     assert counted(choice) == ["words"]
 
     monkeypatch.setattr("router.models.model_selector.MAX_COUNTED_MODELS", 1)
-    config, models = served([cheap_token, {"path": word_model, "input_price": 2, "output_price": 1}])
-    for model in models:
-        join(model)
+    config, models = staffed([cheap_token, {"path": word_model, "input_price": 2, "output_price": 1}])
     choice = await choose(config, models, text=TEXT)
     assert (choice.model.name, counted(choice)) == ("bytes", ["bytes"])
     assert "words (not looked at: 1 tokenizers have read the prompt, the limit)" in choice.reason
@@ -66,23 +60,19 @@ async def test_only_the_tokenizers_that_matter_read_the_prompt(
 async def test_a_rule_by_length_counts_with_the_first_model(byte_model: Path, word_model: Path) -> None:
     rules = [{"name": "short", "max_prompt_tokens": 100, "models": ["bytes"]}, {"models": ["words"]}]
     entries = [{"path": byte_model}, {"path": word_model}]
-    config, models = served(entries, model_rules=rules)
-    for model in models:
-        join(model)
+    config, models = staffed(entries, model_rules=rules)
     short, long = await choose(config, models, text="word1"), await choose(config, models, text=TEXT)
     assert (short.model.name, long.model.name) == ("bytes", "words")
     assert "rule 'short'" in short.reason
     assert "rule '2'" in long.reason
-    config, models = served(entries[::-1], model_rules=rules)
-    for model in models:
-        join(model)
+    config, models = staffed(entries[::-1], model_rules=rules)
     assert (await choose(config, models, text=TEXT)).model.name == "bytes", "40 words"
 
 
 async def test_what_no_model_can_serve_says_of_each_why(byte_model: Path, word_model: Path) -> None:
-    config, models = served([{"path": byte_model, "quality": 0.3}, {"path": word_model, "tasks": ["code"]}])
-    for model in models:
-        join(model, num_blocks=40)
+    config, models = staffed(
+        [{"path": byte_model, "quality": 0.3}, {"path": word_model, "tasks": ["code"]}], num_blocks=40
+    )
     with pytest.raises(InvalidRequest) as caught:
         await choose(config, models, text=TEXT, task="prose", min_quality=0.3, sampling=pb.Sampling(max_tokens=800))
     assert caught.value.field == "model"
@@ -137,9 +127,7 @@ async def test_models_of_one_tokenizer_read_token_ids_alike_and_text_once(
     larger = write_sim_model(tmp_path / "larger", 600, context=3000)
     write_tokenizer(larger, 600)
     monkeypatch.setattr("router.models.model_selector.MAX_COUNTED_MODELS", 1)
-    config, models = served([{"path": byte_model, "quality": 0.1}, {"path": larger, "quality": 0.9}])
-    for model in models:
-        join(model)
+    config, models = staffed([{"path": byte_model, "quality": 0.1}, {"path": larger, "quality": 0.9}])
     assert (await choose(config, models, token_ids=[1, 2], min_quality=0.5)).model.name == "larger"
     choice = await choose(config, models, text="x" * 990, sampling=pb.Sampling(max_tokens=20))
     assert (choice.model.name, counted(choice)) == ("larger", ["bytes", "larger"])
@@ -149,9 +137,7 @@ async def test_a_key_is_served_by_its_models_only(byte_model: Path, word_model: 
     prices = {"input_price": 9.0, "output_price": 9.0}
     entries = [{"path": byte_model, "name": "cheap"}, {"path": word_model, "name": "dear"} | prices]
     rules = [{"name": "drafts", "tasks": ["draft"], "models": ["cheap"]}]
-    config, models = served(entries, default_model="cheap", model_rules=rules)
-    for model in models:
-        join(model)
+    config, models = staffed(entries, default_model="cheap", model_rules=rules)
     assert models.only(None) is models
     dear = models.only(["dear", "unknown"])
     assert [model.name for model in dear] == ["dear"]

@@ -9,7 +9,7 @@ from cluster.network.mux import BEAT, END, FRAME, MAX_FRAME_BYTES, NOTE, Channel
 from cluster.network.mux_stream import BEAT_S, OPEN_S, SILENT_S, MuxServer, MuxStream
 from protos import mux_pb2
 from support.frame_pair import MemoryTransport, join
-from support.virtual_loop import run_virtually, settle
+from support.virtual_loop import settle
 
 
 def echo(stream: MuxStream, opening: bytes) -> None:
@@ -110,36 +110,29 @@ async def test_bytes_that_no_member_sends_end_the_connection_with_a_reason(raw: 
     assert caller.ended is not None, "the sender learns of it"
 
 
-def test_a_silent_peer_has_failed_and_a_quiet_one_has_not() -> None:
-    async def run() -> None:
-        caller = MuxStream(b"hello")
-        server, to_server, to_caller = join(caller, echo)
-        await asyncio.sleep(10 * BEAT_S)
-        assert caller.ended is None
-        assert server.ended is None
-        to_caller.held.clear()
-        to_server.held.clear()
-        await asyncio.sleep(SILENT_S + 2 * BEAT_S)
-        assert isinstance(caller.ended, Unavailable)
-        assert "silent" in str(caller.ended)
-
-    run_virtually(run())
+async def test_a_silent_peer_has_failed_and_a_quiet_one_has_not() -> None:
+    caller = MuxStream(b"hello")
+    server, to_server, to_caller = join(caller, echo)
+    await asyncio.sleep(10 * BEAT_S)
+    assert caller.ended is None
+    assert server.ended is None
+    to_caller.held.clear()
+    to_server.held.clear()
+    await asyncio.sleep(SILENT_S + 2 * BEAT_S)
+    assert isinstance(caller.ended, Unavailable)
+    assert "silent" in str(caller.ended)
 
 
-def test_a_heartbeat_is_never_written_to_a_closed_transport() -> None:
+async def test_a_heartbeat_is_never_written_to_a_closed_transport() -> None:
     """A transport closes before it tells of it."""
-
-    async def run() -> None:
-        caller = MuxStream(b"hello")
-        _, to_server, _ = join(caller, echo)
-        await settle()
-        to_server.is_closed = True
-        await asyncio.sleep(1.5 * BEAT_S)
-        assert BEAT not in [kind for kind, _ in frames(b"".join(to_server.writes))]
-        caller.connection_lost(None)
-        assert isinstance(caller.ended, Unavailable)
-
-    run_virtually(run())
+    caller = MuxStream(b"hello")
+    _, to_server, _ = join(caller, echo)
+    await settle()
+    to_server.is_closed = True
+    await asyncio.sleep(1.5 * BEAT_S)
+    assert BEAT not in [kind for kind, _ in frames(b"".join(to_server.writes))]
+    caller.connection_lost(None)
+    assert isinstance(caller.ended, Unavailable)
 
 
 async def test_nothing_is_taken_for_a_peer_that_does_not_read_until_it_reads() -> None:
@@ -173,47 +166,41 @@ async def test_nothing_is_taken_for_a_peer_that_does_not_read_until_it_reads() -
     await settle()
 
 
-def test_messages_are_delayed_and_notes_are_not() -> None:
-    async def run() -> None:
-        delay_s = 3.0
-        loop, came_at = asyncio.get_running_loop(), dict[str, float]()
+async def test_messages_are_delayed_and_notes_are_not() -> None:
+    delay_s = 3.0
+    loop, came_at = asyncio.get_running_loop(), dict[str, float]()
 
-        def accept(stream: MuxStream, opening: bytes) -> None:
-            stream.mux.on_note = lambda _: came_at.setdefault("note", loop.time())
-            stream.on_channel = lambda channel, opening: came_at.setdefault(opening.decode(), loop.time())
+    def accept(stream: MuxStream, opening: bytes) -> None:
+        stream.mux.on_note = lambda _: came_at.setdefault("note", loop.time())
+        stream.on_channel = lambda channel, opening: came_at.setdefault(opening.decode(), loop.time())
 
-        caller = MuxStream(b"hello", lambda: delay_s)
-        join(caller, accept)
-        began_at = loop.time()
-        caller.mux.note(b"")
-        caller.mux.open(b"a")
-        caller.mux.open(b"b")
-        await asyncio.sleep(2.0)
-        caller.mux.open(b"c")
-        await asyncio.sleep(1.5)
-        caller.mux.open(b"d")
-        await asyncio.sleep(5.0)
-        assert {name: at - began_at for name, at in came_at.items()} == {"note": 0, "a": 3, "b": 3, "c": 3, "d": 6.5}
-        delay_s = 0.0
-        caller.mux.open(b"e")
-        await settle()
-        assert "e" in came_at
-        caller.end()
-        await settle()
-
-    run_virtually(run())
+    caller = MuxStream(b"hello", lambda: delay_s)
+    join(caller, accept)
+    began_at = loop.time()
+    caller.mux.note(b"")
+    caller.mux.open(b"a")
+    caller.mux.open(b"b")
+    await asyncio.sleep(2.0)
+    caller.mux.open(b"c")
+    await asyncio.sleep(1.5)
+    caller.mux.open(b"d")
+    await asyncio.sleep(5.0)
+    assert {name: at - began_at for name, at in came_at.items()} == {"note": 0, "a": 3, "b": 3, "c": 3, "d": 6.5}
+    delay_s = 0.0
+    caller.mux.open(b"e")
+    await settle()
+    assert "e" in came_at
+    caller.end()
+    await settle()
 
 
-def test_a_caller_that_opens_no_connection_is_cut_off() -> None:
-    async def run() -> None:
-        stream = MuxServer(echo)._connected()
-        transport = MemoryTransport(1)
-        transport.peer = MuxStream(b"")
-        stream.connection_made(transport)
-        await asyncio.sleep(OPEN_S + 0.1)
-        assert isinstance(stream.ended, InvalidRequest)
-
-    run_virtually(run())
+async def test_a_caller_that_opens_no_connection_is_cut_off() -> None:
+    stream = MuxServer(echo)._connected()
+    transport = MemoryTransport(1)
+    transport.peer = MuxStream(b"")
+    stream.connection_made(transport)
+    await asyncio.sleep(OPEN_S + 0.1)
+    assert isinstance(stream.ended, InvalidRequest)
 
 
 async def test_a_connection_that_ended_before_it_stood_is_cut_off() -> None:

@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batches.api.reading import (
-    PageQuery,
-    UploadForm,
-    page_of,
-    read_batch_form,
-    read_page,
-    read_upload_form,
-)
+from batches.api.reading import PageQuery, UploadForm, page_of, read_batch_form, read_page, read_upload_form
 from batches.api.upload import Form
 from cluster.errors import InvalidRequest
 from cluster.process.life import Drain

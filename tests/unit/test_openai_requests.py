@@ -63,13 +63,7 @@ def test_defaults_are_those_of_openai() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [[1, 2]]),
-        ([[1, 2], [3]], [[1, 2], [3]]),
-    ],
+    ("prompt", "expected"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])]
 )
 def test_prompts_in_their_four_forms(prompt: Any, expected: list[Any]) -> None:
     asked = completion(prompt=prompt)

@@ -282,10 +282,7 @@ def test_a_models_own_template_that_fails_leaves_the_text() -> None:
 FRAGMENTS = (OPEN, CLOSE, OPEN[:5], CLOSE[:7], "{", '{"name": 1}', "a b", " ", "\n", "<")
 
 
-@given(
-    begun=st.lists(st.sampled_from(FRAGMENTS)).map("".join),
-    pieces=st.lists(st.sampled_from(FRAGMENTS)),
-)
+@given(begun=st.lists(st.sampled_from(FRAGMENTS)).map("".join), pieces=st.lists(st.sampled_from(FRAGMENTS)))
 def test_what_goes_on_is_the_output_to_the_letter(begun: str, pieces: list[str]) -> None:
     parser = HERMES.parser(True, begun)
     assert parser is not None

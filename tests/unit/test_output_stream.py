@@ -35,6 +35,16 @@ def request(**fields: object) -> internal_pb.DecodeRequest:
     )  # fmt: skip
 
 
+def next_of(generation: OutputStream) -> pb.GenerateResponse:
+    message = generation.take()
+    assert message is not None
+    return message
+
+
+def messages_of(generation: OutputStream) -> list[pb.GenerateResponse]:
+    return list(iter(generation.take, None))
+
+
 ACCOUNT = KvAccount(
     reused_blocks=1,
     moved_blocks=3,
@@ -58,28 +68,26 @@ def test_the_receipt_counts_guesses_of_all_choices(tokenizer: Tokenizer) -> None
     generation.absorb(token("a", choice=1, drafted=3))
     generation.absorb(token("b", followed_draft=True, finish=FinishReason.STOP))
     generation.absorb(token("c", choice=1, finish=FinishReason.STOP))
-    messages = []
-    while (message := generation.take()) is not None:
-        messages.append(message)
-    speculation = messages[-1].finish.receipt.speculation
+    speculation = messages_of(generation)[-1].finish.receipt.speculation
     assert (speculation.draft_tokens, speculation.accepted_tokens) == (7, 2)
 
 
-def test_a_receipt_without_guesses_says_nothing_of_them(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(("field", "reason"), [("speculation", FinishReason.STOP), ("price", FinishReason.LENGTH)])
+def test_a_receipt_has_no_guesses_or_prices_where_there_are_none(
+    tokenizer: Tokenizer, field: str, reason: FinishReason
+) -> None:
     generation = OutputStream(request(), tokenizer, "d0", 4)
-    generation.absorb(token("a", account=ACCOUNT, finish=FinishReason.STOP))
-    message = generation.take()
-    assert message is not None
-    assert message.finish.HasField("receipt")
-    assert not message.finish.receipt.HasField("speculation")
+    generation.absorb(token("a", account=ACCOUNT, finish=reason))
+    finish = next_of(generation).finish
+    assert finish.HasField("receipt")
+    assert not finish.receipt.HasField(field)
 
 
 def test_tokens_that_came_together_leave_together(tokenizer: Tokenizer) -> None:
     generation = OutputStream(request(), tokenizer, "d0", 4)
     generation.absorb(token("a", account=ACCOUNT))
     generation.absorb(token("b", logprobs=TokenLogprobs(-0.5, (1,), (-0.5,))))
-    message = generation.take()
-    assert message is not None
+    message = next_of(generation)
     assert (message.text, len(message.token_ids), message.HasField("finish")) == ("ab", 2, False)
     assert message.logprobs[0].logprob == -0.5
     assert generation.take() is None
@@ -88,8 +96,7 @@ def test_tokens_that_came_together_leave_together(tokenizer: Tokenizer) -> None:
 def test_the_last_message_has_usage_and_receipt(tokenizer: Tokenizer) -> None:
     generation = OutputStream(request(), tokenizer, "d0", 4)
     generation.absorb(token("a", account=ACCOUNT, finish=FinishReason.LENGTH))
-    message = generation.take()
-    assert message is not None
+    message = next_of(generation)
     assert generation.finished
     finish = message.finish
     assert finish.reason == pb.FINISH_REASON_LENGTH
@@ -106,8 +113,7 @@ def test_a_stop_string_ends_it_and_later_tokens_count_for_nothing(tokenizer: Tok
     generation = OutputStream(request(stop=["bc"]), tokenizer, "d0", 4)
     for char in "abc":
         generation.absorb(token(char))
-    message = generation.take()
-    assert message is not None
+    message = next_of(generation)
     assert (message.text, message.finish.reason, message.finish.stop_match) == ("a", pb.FINISH_REASON_STOP, "bc")
     assert message.finish.usage.completion_tokens == 3
 
@@ -144,8 +150,7 @@ def test_a_stop_string_is_text_on_demand_also_after_a_failure(tokenizer: Tokeniz
     text, finish = "a" if emitted_chars else "", pb.Finish()
     for char in "abcd"[emitted_chars:]:
         generation.absorb(token(char))
-        message = generation.take()
-        assert message is not None
+        message = next_of(generation)
         text, finish = text + message.text, message.finish
     assert (text, finish.reason, finish.stop_match) == ("abcd", pb.FINISH_REASON_STOP, "bcd")
 
@@ -154,8 +159,7 @@ def test_a_second_attempt_sends_only_what_the_first_did_not(tokenizer: Tokenizer
     emitted = [ALPHABET.index(char) for char in "xyz"]
     generation = OutputStream(request(emitted_token_ids=emitted, emitted_chars=2), tokenizer, "d0", 4)
     generation.absorb(token("w", finish=FinishReason.LENGTH))
-    message = generation.take()
-    assert message is not None
+    message = next_of(generation)
     assert message.text == "zw"
     assert [ALPHABET[token_id] for token_id in message.token_ids] == ["w"]
     assert message.finish.usage.completion_tokens == 4
@@ -176,8 +180,7 @@ def test_a_dead_engine_may_be_retried(tokenizer: Tokenizer) -> None:
 def test_without_a_tokenizer_there_are_tokens_only() -> None:
     generation = OutputStream(request(), None, "d0", 4)
     generation.absorb(token("a"))
-    message = generation.take()
-    assert message is not None
+    message = next_of(generation)
     assert (message.text, len(message.token_ids)) == ("", 1)
 
 
@@ -188,10 +191,6 @@ def choices_request(n: int, **fields: Any) -> internal_pb.DecodeRequest:
     made = request(**fields)
     made.sampling.n = n
     return made
-
-
-def messages_of(generation: OutputStream) -> list[pb.GenerateResponse]:
-    return list(iter(generation.take, None))
 
 
 def test_each_choice_has_messages_of_its_own_and_the_last_finish_the_receipt(tokenizer: Tokenizer) -> None:
@@ -260,22 +259,13 @@ def test_the_price_is_that_of_all_choices_on_whatever_workers(tokenizer: Tokeniz
     resumed.sampling.n = 2
     generation = OutputStream(resumed, tokenizer, "d0", 4)
     generation.absorb(token("a", account=ACCOUNT, finish=FinishReason.LENGTH))
-    message = generation.take()
-    assert message is not None
+    message = next_of(generation)
     receipt = message.finish.receipt
     assert (receipt.model, receipt.model_reason) == ("m", "because")
     assert message.finish.usage.completion_tokens == 3
     assert receipt.price == pb.Price(
         input_per_million=10, output_per_million=1000, input=20 * 10 / 1e6, output=6 * 1000 / 1e6
     )
-
-
-def test_without_prices_there_is_no_price(tokenizer: Tokenizer) -> None:
-    generation = OutputStream(request(), tokenizer, "d0", 4)
-    generation.absorb(token("a", account=ACCOUNT, finish=FinishReason.LENGTH))
-    message = generation.take()
-    assert message is not None
-    assert not message.finish.receipt.HasField("price")
 
 
 def test_what_waited_long_comes_in_bounded_messages_and_the_last_finish_last(tokenizer: Tokenizer) -> None:
@@ -286,7 +276,7 @@ def test_what_waited_long_comes_in_bounded_messages_and_the_last_finish_last(tok
         generation.absorb(token("a", logprobs=TokenLogprobs(-0.5, (1,), (-0.5,))))
     generation.absorb(token("b", finish=FinishReason.LENGTH))
     generation.absorb(token("c", choice=1, account=ACCOUNT, finish=FinishReason.LENGTH))
-    messages = list(iter(generation.take, None))
+    messages = messages_of(generation)
     assert [len(message.token_ids) for message in messages] == [MAX_TOKENS_AT_ONCE] * 3 + [1, 1]
     assert "".join(message.text for message in messages) == "a" * 3 * MAX_TOKENS_AT_ONCE + "bc"
     assert [len(message.logprobs) for message in messages] == [MAX_TOKENS_AT_ONCE] * 3 + [0, 0]

@@ -48,6 +48,14 @@ def test_only_what_is_more_urgent_than_all_that_wait_is_admitted_before_them() -
 # ---------------------------------------------------------------------------------------------- examples
 
 
+def crowded() -> Engine:
+    """Six blocks, and two requests of which the younger has to wait."""
+    engine = Engine(num_blocks=6)
+    engine.ask("a", tokens(10, 7), 16)
+    engine.ask("b", tokens(50, 7), 16)
+    return engine
+
+
 def test_a_request_is_promised_its_prompt_and_some_output_and_takes_the_rest_as_it_goes() -> None:
     engine = Engine(reserve=3)
     engine.ask("a", tokens(10, 10), 20)
@@ -56,8 +64,7 @@ def test_a_request_is_promised_its_prompt_and_some_output_and_takes_the_rest_as_
     assert engine.block_counts() == (4, 0, 0, 1, 0)
     engine.step()
     assert engine.block_counts() == (5, 0, 0, 1, 0)
-    engine.run()
-    engine.check_finished()
+    engine.finish()
     (account,) = engine.streams["a"].accounts
     assert (account.preemptions, account.recomputed_tokens) == (0, 0)
 
@@ -79,8 +86,7 @@ def test_the_younger_gives_its_blocks_back_and_goes_on_where_it_was() -> None:
     assert engine.block_counts() == (6, 0, 0, 2, 0)
     engine.run(4)
     assert engine.preempted() == ["b"]
-    engine.run()
-    engine.check_finished()
+    engine.finish()
     assert len(engine.streams["a"].accounts) == 1
     first, again = engine.streams["b"].accounts
     assert again is first
@@ -92,9 +98,7 @@ def test_the_younger_gives_its_blocks_back_and_goes_on_where_it_was() -> None:
 
 
 def test_load_tells_of_preemptions_and_that_nothing_is_available() -> None:
-    engine = Engine(num_blocks=6)
-    engine.ask("a", tokens(10, 7), 16)
-    engine.ask("b", tokens(50, 7), 16)
+    engine = crowded()
     engine.run(10)
     engine.core.report()
     engine.check()
@@ -119,8 +123,7 @@ def test_while_one_waits_only_what_is_more_urgent_is_admitted() -> None:
     assert [(r.request_id, r.permanent) for r in engine.rejected] == [("c", False), ("d", False)]
     assert engine.rejected[0].reason == "1 KV blocks needed, 3 available now, 1 preempted requests wait for some"
     assert engine.ask("e", tokens(90, 3), 1, priority=1)
-    engine.run()
-    engine.check_finished()
+    engine.finish()
 
 
 def test_when_it_is_the_oldest_it_comes_back_at_the_cost_of_others() -> None:
@@ -135,21 +138,17 @@ def test_when_it_is_the_oldest_it_comes_back_at_the_cost_of_others() -> None:
     engine.run(1)
     assert engine.preempted() == ["high"]
     assert not engine.ask("same", tokens(130, 3), 1, priority=1)
-    engine.run()
-    engine.check_finished()
+    engine.finish()
 
 
 def test_cancelling_one_that_waits_leaves_nothing() -> None:
-    engine = Engine(num_blocks=6)
-    engine.ask("a", tokens(10, 7), 16)
-    engine.ask("b", tokens(50, 7), 16)
+    engine = crowded()
     engine.run(10)
     assert engine.preempted() == ["b"]
     engine.send(Cancel("b"))
     assert engine.preempted() == []
     assert engine.ask("c", tokens(90, 3), 1)
-    engine.run()
-    engine.check_finished()
+    engine.finish()
 
 
 @pytest.mark.parametrize("budget", [StepBudget(2, 2), StepBudget(8, 2), StepBudget(8, 8)])
@@ -162,8 +161,7 @@ def test_a_low_priority_is_served_under_a_constant_flow_of_higher_ones(num_block
         engine.step()
     assert engine.streams["low"].over
     assert len(engine.streams) > 40
-    engine.run()
-    engine.check_finished()
+    engine.finish()
 
 
 def test_running_sequences_beyond_the_budget_take_turns_whatever_their_priorities() -> None:
@@ -177,8 +175,7 @@ def test_running_sequences_beyond_the_budget_take_turns_whatever_their_prioritie
         engine.run(6)
         counts.append({name: len(stream.tokens) - before[name] for name, stream in engine.streams.items()})
     assert counts == [{"p0": 3, "p1": 3, "p2": 6}] * 3
-    engine.run()
-    engine.check_finished()
+    engine.finish()
 
 
 def test_who_comes_later_waits_behind_who_waits_already() -> None:
@@ -189,22 +186,18 @@ def test_who_comes_later_waits_behind_who_waits_already() -> None:
         engine.ask(str(number), (2,), 1, priority=1)
         engine.step()
     assert engine.served == ["low", "low", "0", "low", "1", "2", "low", "3", "4", "5"]
-    engine.run()
-    engine.check_finished()
+    engine.finish()
 
 
 def test_the_step_that_gives_blocks_back_restarts_who_waits_for_them() -> None:
     """Else the loop would sleep."""
-    engine = Engine(num_blocks=6)
-    engine.ask("a", tokens(10, 7), 16)
-    engine.ask("b", tokens(50, 7), 16)
+    engine = crowded()
     engine.run(15)
     assert engine.preempted() == ["b"]
     engine.step()
     assert engine.streams["a"].over
     assert engine.core.busy
-    engine.run()
-    engine.check_finished()
+    engine.finish()
 
 
 # ------------------------------------------------------------------------------------------------- loans
@@ -222,15 +215,12 @@ def test_lent_blocks_are_never_taken_and_the_oldest_waits_for_them() -> None:
     engine.send(lend("m", tokens(200, 4), priority=9))
     assert [refused.loan_id for refused in engine.receive(Refusal)] == ["m"]
     engine.send(PeerCloses("l"))
-    engine.run()
-    engine.check_finished()
+    engine.finish()
     assert engine.streams["a"].accounts[0].preemptions == 0
 
 
 def test_a_loan_that_would_have_to_wait_behind_a_preempted_request_is_refused() -> None:
-    engine = Engine(num_blocks=6)
-    engine.ask("a", tokens(10, 7), 16)
-    engine.ask("b", tokens(50, 7), 16)
+    engine = crowded()
     engine.run(6)
     engine.send(lend("waits", tokens(100, 8)))
     assert engine.receive(Refusal, Starting) == []
@@ -239,8 +229,7 @@ def test_a_loan_that_would_have_to_wait_behind_a_preempted_request_is_refused() 
     assert [refused.loan_id for refused in engine.receive(Refusal, Starting)] == ["waits"]
     engine.send(lend("now", tokens(100, 4)))
     assert [refused.loan_id for refused in engine.receive(Refusal)] == ["now"]
-    engine.run()
-    engine.check_finished()
+    engine.finish()
 
 
 def test_who_is_borrowing_is_never_a_victim() -> None:
@@ -256,8 +245,7 @@ def test_who_is_borrowing_is_never_a_victim() -> None:
     engine.check()
     assert engine.step()
     assert engine.preempted() == ["b"], "now it runs, and a is the oldest"
-    engine.run()
-    engine.check_finished()
+    engine.finish()
 
 
 def test_a_cancel_of_the_one_that_waits_for_lent_blocks_lets_others_in() -> None:
@@ -289,8 +277,7 @@ def test_nobody_is_preempted_in_vain_for_the_oldest() -> None:
     engine.check()
     engine.step()
     assert engine.preempted() == ["high"]
-    engine.run()
-    engine.check_finished()
+    engine.finish()
 
 
 def test_what_a_preempted_request_computed_is_lent_from_the_cache() -> None:
@@ -299,8 +286,7 @@ def test_what_a_preempted_request_computed_is_lent_from_the_cache() -> None:
     engine.ask("b", tokens(50, 12), 8)
     engine.run(11)
     assert engine.preempted() == ["b"]
-    engine.run()
-    engine.check_finished()
+    engine.finish()
     engine.send(lend("l", tokens(50, 12)))
     engine.run()
     assert sum(len(ready.block_ids) for ready in engine.receive(Announcement)) == 3

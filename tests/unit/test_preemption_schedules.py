@@ -73,8 +73,7 @@ def run_schedule(engine: Engine, moves: list[New | Abort | None]) -> None:
                 if batch:
                     engine.end_step(batch)
         engine.step()
-    engine.run()
-    engine.check_finished()
+    engine.finish()
     assert not any(rejected.permanent and "the pool has" not in rejected.reason for rejected in engine.rejected)
 
 
@@ -84,8 +83,7 @@ def test_choices_share_the_prompt_and_nothing_else() -> None:
     assert engine.block_counts() == (0, 2 + 3 * 2, 0, 1, 0), "two full blocks of the prompt, once"
     engine.step()
     assert engine.block_counts() == (5, 3, 0, 1, 0), "ten tokens are shared: two blocks, and three copies of the third"
-    engine.run()
-    engine.check_finished()
+    engine.finish()
     assert [len(stream.tokens) for stream in engine.streams.values()] == [3, 3, 3]
 
 
@@ -105,8 +103,7 @@ def test_a_crowd_in_a_tiny_pool_is_served_and_was_preempted(reserve: int, budget
     while number < 40:
         number += engine.ask(f"r{number}", tokens(20 * number, 1 + number % 9), 3 + number * 7 % 20, number % 3)
         engine.step()
-    engine.run()
-    engine.check_finished()
+    engine.finish()
     preemptions = [stream.accounts[-1].preemptions for stream in engine.streams.values()]
     assert sum(preemptions) == engine.core._requests.running_set.num_preemptions > 10
     assert all(stream.accounts[0] is stream.accounts[-1] for stream in engine.streams.values())

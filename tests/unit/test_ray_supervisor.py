@@ -3,9 +3,9 @@
 import asyncio
 import io
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from rich.console import Console
@@ -15,7 +15,6 @@ from cluster.network.tls import TlsIdentity
 from cluster.process.life import Addresses
 from planner.executors import ExecutorFailed
 from protos import inference_pb2 as pb
-from support.virtual_loop import run_virtually
 from tandem.cluster_file import plan_media
 from tandem.progress import ProgressSteps
 from tandem.ray.control import Order
@@ -149,7 +148,7 @@ class World:
         return self._said.getvalue()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[Self]:
         await self.supervisor.start_media()
         await self.supervisor.start_routers()
         self.metrics_at = await self.supervisor.start_workers()
@@ -158,7 +157,7 @@ class World:
         await asyncio.sleep(1)
         self.machine.forget()
         try:
-            yield
+            yield self
         finally:
             reservations.cancel()
             await asyncio.gather(reservations, return_exceptions=True)
@@ -169,18 +168,8 @@ def of(prefill: int, decode: int, routers: int = 1) -> Topology:
     return plan_topology(prefill, decode, {"model": "m"}, {"model": "m"}, [0], routers)
 
 
-def virtually(world: World, scene: Callable[[], Awaitable[None]]) -> None:
-    async def play() -> None:
-        async with world.running():
-            await scene()
-
-    run_virtually(play())
-
-
-def test_where_metrics_are_is_said_of_each_worker_that_starts() -> None:
-    world = World(plan_topology(1, 1, {"model": "m"}, {"model": "m", "metrics_port": 0}, [0], 1))
-
-    async def scene() -> None:
+async def test_where_metrics_are_is_said_of_each_worker_that_starts() -> None:
+    async with World(plan_topology(1, 1, {"model": "m"}, {"model": "m", "metrics_port": 0}, [0], 1)).running() as world:
         assert world.metrics_at == [
             "http://decode-0:9002/metrics (decode-0)",
             "http://prefill-0:9003/metrics (prefill-0)",
@@ -188,8 +177,6 @@ def test_where_metrics_are_is_said_of_each_worker_that_starts() -> None:
         await world.supervisor.perform(Order(1, "scale", {"decode": 2}))
         world.machine.named("decode-0").end("its engine died")
         await asyncio.sleep(LOAD_S + 5)
-
-    virtually(world, scene)
     for said in ("http://decode-1:9004/metrics (decode-1)", "http://decode-0:9005/metrics (decode-0)"):
         assert f"metrics at {said}\n" in world.said
 
@@ -218,11 +205,10 @@ class Nodes(WorkerGroup):
         self.given_back.append(options["scheduling_strategy"])
 
 
-def test_a_worker_whose_place_is_lost_while_it_starts_takes_another() -> None:
+async def test_a_worker_whose_place_is_lost_while_it_starts_takes_another() -> None:
     world, nodes = World(of(1, 1)), Nodes()
     world.supervisor._group = nodes
-
-    async def scene() -> None:
+    async with world.running():
         world.machine.named("decode-0").end("its node died")
         await asyncio.sleep(LOAD_S / 2)
         nodes.is_lost = True  # Ray says so later than the worker's own end
@@ -232,16 +218,13 @@ def test_a_worker_whose_place_is_lost_while_it_starts_takes_another() -> None:
         await asyncio.sleep(LOAD_S + 10)
         assert world.machine.workers() == ["decode-0", "prefill-0"]
         assert nodes.given_back == ["SPREAD"]
-
-    virtually(world, scene)
     assert world.said.count("decode-0: waiting for room on the Ray cluster") == 1
 
 
-def test_a_worker_that_leaves_while_it_waits_gives_back_all_its_room() -> None:
+async def test_a_worker_that_leaves_while_it_waits_gives_back_all_its_room() -> None:
     world, nodes = World(of(1, 2)), Nodes()
     world.supervisor._group = nodes
-
-    async def scene() -> None:
+    async with world.running():
         nodes.is_lost = True
         world.machine.named("decode-1").end("its node died")
         await asyncio.sleep(LOAD_S)
@@ -251,16 +234,12 @@ def test_a_worker_that_leaves_while_it_waits_gives_back_all_its_room() -> None:
         assert world.machine.workers() == ["decode-0", "prefill-0"]
         assert nodes.given_back == ["SPREAD", "another"]
 
-    virtually(world, scene)
-
 
 # ---------------------------------------------------------------------- restarting
 
 
-def test_the_only_worker_of_a_role_leaves_when_another_one_has_joined() -> None:
-    world = World(of(1, 1, routers=2))
-
-    async def scene() -> None:
+async def test_the_only_worker_of_a_role_leaves_when_another_one_has_joined() -> None:
+    async with World(of(1, 1, routers=2)).running() as world:
         await world.supervisor.perform(RESTART)
         assert world.machine.events == [
             *(("starts", "decode-1"), ("serves", "decode-1"), ("leaves", "decode-0")),
@@ -274,38 +253,26 @@ def test_the_only_worker_of_a_role_leaves_when_another_one_has_joined() -> None:
         await asyncio.sleep(LOAD_S + 5)
         assert world.machine.workers() == ["decode-0", "prefill-0"], "whoever followed is kept"
 
-    virtually(world, scene)
 
-
-def test_the_only_one_is_that_of_its_model() -> None:
+async def test_the_only_one_is_that_of_its_model() -> None:
     models = [ClusterModel.parse({"path": path, "prefill": 0}) for path in ("a", "b")]
-    world = World(plan_models(models, {}, {}, [0]))
-
-    async def scene() -> None:
+    async with World(plan_models(models, {}, {}, [0])).running() as world:
         await world.supervisor.perform(RESTART)
         assert [name for what, name in world.machine.events if what == "leaves"] == ["a-decode-0", "b-decode-0"]
         assert world.machine.workers() == ["a-decode-1", "b-decode-1"]
 
-    virtually(world, scene)
 
-
-def test_workers_of_which_there_are_several_leave_first_one_at_a_time() -> None:
-    world = World(of(0, 2))
-
-    async def scene() -> None:
+async def test_workers_of_which_there_are_several_leave_first_one_at_a_time() -> None:
+    async with World(of(0, 2)).running() as world:
         await world.supervisor.perform(RESTART)
         assert world.machine.events == [
             *(("leaves", "decode-0"), ("starts", "decode-0"), ("serves", "decode-0")),
             *(("leaves", "decode-1"), ("starts", "decode-1"), ("serves", "decode-1")),
         ]
 
-    virtually(world, scene)
 
-
-def test_a_worker_whose_only_fellow_is_dead_is_the_only_one() -> None:
-    world = World(of(0, 2))
-
-    async def scene() -> None:
+async def test_a_worker_whose_only_fellow_is_dead_is_the_only_one() -> None:
+    async with World(of(0, 2)).running() as world:
         world.machine.broken = {"decode-1"}
         world.machine.named("decode-1").end("its engine died")
         restarting = asyncio.ensure_future(world.supervisor.perform(RESTART))
@@ -317,26 +284,18 @@ def test_a_worker_whose_only_fellow_is_dead_is_the_only_one() -> None:
         await asyncio.sleep(2 * LOAD_S)
         assert world.machine.workers() == ["decode-1", "decode-2"]
 
-    virtually(world, scene)
 
-
-def test_without_room_for_two_the_only_one_leaves_first_and_that_is_said() -> None:
+async def test_without_room_for_two_the_only_one_leaves_first_and_that_is_said() -> None:
     """A strict strategy places no worker beside those that it began with."""
-    world = World(of(0, 1), RaySettings(strategy="STRICT_SPREAD"))
-
-    async def scene() -> None:
+    async with World(of(0, 1), RaySettings(strategy="STRICT_SPREAD")).running() as world:
         await world.supervisor.perform(RESTART)
         assert world.machine.events == [("leaves", "decode-0"), ("starts", "decode-0"), ("serves", "decode-0")]
         assert "decode-0: no room for a replacement beside it" in world.said
 
-    virtually(world, scene)
-
 
 @pytest.mark.parametrize(("fault", "reason"), [("broken", "weights"), ("lost", "has not joined the router")])
-def test_if_nobody_can_follow_the_only_worker_it_goes_on(fault: str, reason: str) -> None:
-    world = World(of(0, 1))
-
-    async def scene() -> None:
+async def test_if_nobody_can_follow_the_only_worker_it_goes_on(fault: str, reason: str) -> None:
+    async with World(of(0, 1)).running() as world:
         setattr(world.machine, fault, {"decode-1"})
         with pytest.raises(TandemError, match=reason):
             await world.supervisor.perform(RESTART)
@@ -348,13 +307,9 @@ def test_if_nobody_can_follow_the_only_worker_it_goes_on(fault: str, reason: str
         await world.supervisor.perform(RESTART)
         assert world.machine.workers() == ["decode-1"]
 
-    virtually(world, scene)
 
-
-def test_a_worker_that_does_not_come_back_is_tried_again_and_the_others_stay() -> None:
-    world = World(of(0, 2))
-
-    async def scene() -> None:
+async def test_a_worker_that_does_not_come_back_is_tried_again_and_the_others_stay() -> None:
+    async with World(of(0, 2)).running() as world:
         world.machine.broken = {"decode-0"}
         with pytest.raises(TandemError, match="its weights cannot be read; its start is tried again"):
             await world.supervisor.perform(RESTART)
@@ -367,37 +322,44 @@ def test_a_worker_that_does_not_come_back_is_tried_again_and_the_others_stay() -
         assert world.machine.workers() == ["decode-0", "decode-1"]
         assert "decode-0 runs again" in world.said
 
-    virtually(world, scene)
 
-
-def test_a_worker_that_was_told_to_stop_meanwhile_is_not_restarted() -> None:
-    world = World(of(0, 3))
-
-    async def scene() -> None:
+async def test_a_worker_that_was_told_to_stop_meanwhile_is_not_restarted() -> None:
+    async with World(of(0, 3)).running() as world:
         restarting = asyncio.ensure_future(world.supervisor.perform(RESTART))
         await asyncio.sleep(1)
         world.machine.named("decode-1").end("")
         await restarting
         assert world.machine.workers() == ["decode-0", "decode-2"]
 
-    virtually(world, scene)
-
 
 # ---------------------------------------------------------------------- starting again
 
 
-def test_waits_double_up_to_a_bound_and_begin_anew_after_a_long_life() -> None:
-    world, back_s = World(of(0, 2)), LONGEST_WAIT_S + LOAD_S + 2 * JOIN_S
+async def test_waits_double_up_to_a_bound_and_begin_anew_after_a_long_life() -> None:
+    world, back_s, loop = World(of(0, 2)), LONGEST_WAIT_S + LOAD_S + 2 * JOIN_S, asyncio.get_running_loop()
 
     def waits() -> list[float]:
         """Between a failure, `LOAD_S` after a start, and the next start."""
         starts = world.machine.starts_of("decode-0")
         return [round(after - before - LOAD_S, 6) for before, after in itertools.pairwise(starts)]
 
-    async def scene() -> None:
-        world.machine.broken = {"decode-0"}
-        died_at = asyncio.get_running_loop().time()
+    def die() -> float:
         world.machine.named("decode-0").end("its engine died")
+        return loop.time()
+
+    async def wait_after(lived_s: float) -> float:
+        """A life of so long, and up to `LONGEST_WAIT_S` more; and how long until it is started again. It serves again
+        when this returns."""
+        world.machine.forget()
+        await asyncio.sleep(lived_s)
+        died_at = die()
+        await asyncio.sleep(back_s)
+        (started_at,) = world.machine.starts_of("decode-0")
+        return round(started_at - died_at, 6)
+
+    async with world.running():
+        world.machine.broken = {"decode-0"}
+        died_at = die()
         await asyncio.sleep(9.9 * (LOAD_S + LONGEST_WAIT_S))
         assert world.machine.starts_of("decode-0")[0] - died_at == 0.5
         assert waits()[:8] == [1, 2, 4, 8, 16, 30, 30, 30]
@@ -405,19 +367,6 @@ def test_waits_double_up_to_a_bound_and_begin_anew_after_a_long_life() -> None:
         await asyncio.sleep(back_s)
         lives = [(1, 30), (LONG_ENOUGH_S, 0.5), (1, 1), (1, 2), (LONG_ENOUGH_S, 0.5)]
         assert [await wait_after(lived_s) for lived_s, _ in lives] == [wait_s for _, wait_s in lives]
-
-    async def wait_after(lived_s: float) -> float:
-        """A life of so long, and up to `LONGEST_WAIT_S` more; and how long until it is started again. It serves again
-        when this returns."""
-        world.machine.forget()
-        await asyncio.sleep(lived_s)
-        died_at = asyncio.get_running_loop().time()
-        world.machine.named("decode-0").end("its engine died")
-        await asyncio.sleep(back_s)
-        (started_at,) = world.machine.starts_of("decode-0")
-        return round(started_at - died_at, 6)
-
-    virtually(world, scene)
 
 
 # ---------------------------------------------------------------------- switching
@@ -427,10 +376,8 @@ def worker(name: str) -> pb.WorkerStatus:
     return pb.WorkerStatus(worker_id=name)
 
 
-def test_the_planner_switches_roles() -> None:
-    world = World(of(2, 1))
-
-    async def scene() -> None:
+async def test_the_planner_switches_roles() -> None:
+    async with World(of(2, 1)).running() as world:
         executor = RayExecutor(world.supervisor, "")
         assert await executor.sizes() == {"prefill": 2, "decode": 1}
         await executor.switch([worker("prefill-1"), worker("of-another-cluster")], "decode")
@@ -447,31 +394,23 @@ def test_the_planner_switches_roles() -> None:
         assert await executor.sizes() == {"prefill": 1, "decode": 2}
         await executor.close()
 
-    virtually(world, scene)
 
-
-def test_the_last_decode_worker_is_not_to_be_ended() -> None:
+async def test_the_last_decode_worker_is_not_to_be_ended() -> None:
     topology = of(1, 1)
     with pytest.raises(StartError) as caught:
         planner_config({"decode": {"min_workers": 0}}, topology.router)
     assert caught.value.field == "planner.decode.min_workers"
     assert "at least 1 on Ray: tandem up never ends the last decode worker" in caught.value.reason
     assert planner_config({"prefill": {"min_workers": 0}}, topology.router).prefill.min_workers == 0
-    world = World(topology)
-
-    async def scene() -> None:
+    async with World(topology).running() as world:
         with pytest.raises(TandemError, match="decode=0: nothing would be served; tandem down ends the cluster"):
             await world.supervisor.perform(Order(1, "scale", {"decode": 0}))
         await world.supervisor.perform(Order(2, "scale", {"prefill": 0}))
         assert world.machine.workers() == ["decode-0"]
 
-    virtually(world, scene)
 
-
-def test_a_switch_waits_for_the_order_that_is_carried_out() -> None:
-    world = World(of(1, 2))
-
-    async def scene() -> None:
+async def test_a_switch_waits_for_the_order_that_is_carried_out() -> None:
+    async with World(of(1, 2)).running() as world:
         executor = RayExecutor(world.supervisor, "")
         await executor.scale("decode", 3)
         await asyncio.sleep(1)
@@ -483,8 +422,6 @@ def test_a_switch_waits_for_the_order_that_is_carried_out() -> None:
         assert await executor.sizes() == {"prefill": 2, "decode": 2}
         await executor.close()
 
-    virtually(world, scene)
-
 
 # ---------------------------------------------------------------------- preprocessor and encode workers
 
@@ -494,10 +431,8 @@ def with_media(replicas: int) -> World:
     return World(plan_media(plan_topology(1, 1, {"model": "m"}, worker, [0]), {}, {"replicas": replicas}))
 
 
-def test_routers_know_the_preprocessor_and_that_the_encode_workers() -> None:
-    world = with_media(2)
-
-    async def scene() -> None:
+async def test_routers_know_the_preprocessor_and_that_the_encode_workers() -> None:
+    async with with_media(2).running() as world:
         roles = world.supervisor._roles
         assert list(roles) == ["encoder-0", "encoder-1", "preprocessor", "router", "decode-0", "prefill-0"]
         assert roles["preprocessor"].config.encoders == (roles["encoder-0"].at, roles["encoder-1"].at)
@@ -505,14 +440,10 @@ def test_routers_know_the_preprocessor_and_that_the_encode_workers() -> None:
         await world.supervisor.perform(RESTART)
         assert {name for _, name in world.machine.events} == {"decode-0", "decode-1", "prefill-0", "prefill-1"}
 
-    virtually(world, scene)
 
-
-def test_encode_workers_and_the_preprocessor_start_again() -> None:
+async def test_encode_workers_and_the_preprocessor_start_again() -> None:
     """The preprocessor keeps its port, and learns where an encode worker is now."""
-    world = with_media(1)
-
-    async def scene() -> None:
+    async with with_media(1).running() as world:
         encoder, preprocessor = (world.supervisor._roles[name] for name in ("encoder-0", "preprocessor"))
         before = encoder.at, preprocessor.config.port
         world.machine.named("encoder-0").end("its node died")
@@ -526,8 +457,6 @@ def test_encode_workers_and_the_preprocessor_start_again() -> None:
             *(("starts", "preprocessor"), ("encoders", encoder.at), ("serves", "preprocessor"))
         ]
         assert preprocessor.config.port == before[1]
-
-    virtually(world, scene)
 
 
 # ---------------------------------------------------------------------- groups and nodes
@@ -547,10 +476,8 @@ def grouped(decode: int, **worker: Any) -> Topology:
     return plan_topology(0, decode, {"model": "m"}, {"model": "m", "engine": "vllm"} | worker, [0])
 
 
-def test_a_group_knows_its_first_rank_and_restarts_at_once() -> None:
-    world = Fixed(grouped(4, data_parallel=2))
-
-    async def scene() -> None:
+async def test_a_group_knows_its_first_rank_and_restarts_at_once() -> None:
+    async with Fixed(grouped(4, data_parallel=2)).running() as world:
         roles = {name: role for name, role in world.supervisor._roles.items() if name != "router"}
         firsts = {name: role.first.name if role.first else "" for name, role in roles.items()}
         assert firsts == {"decode-0": "", "decode-1": "decode-0", "decode-2": "", "decode-3": "decode-2"}
@@ -563,17 +490,11 @@ def test_a_group_knows_its_first_rank_and_restarts_at_once() -> None:
         assert again.first is world.supervisor._roles["decode-0"]
         assert again is not roles["decode-1"]
 
-    virtually(world, scene)
 
-
-def test_groups_and_workers_over_nodes_have_a_fixed_number() -> None:
-    world = Fixed(grouped(2, data_parallel=2))
-
-    async def scene() -> None:
+async def test_groups_and_workers_over_nodes_have_a_fixed_number() -> None:
+    async with Fixed(grouped(2, data_parallel=2)).running() as world:
         with pytest.raises(TandemError, match="have a fixed number here"):
             await world.supervisor.perform(Order(1, "scale", {"decode": 4}))
-
-    virtually(world, scene)
     say = ProgressSteps(Console(file=io.StringIO()), "")
     for field, topology in (
         ("nodes", grouped(1, tensor_parallel=2, nodes=2)),
@@ -584,11 +505,7 @@ def test_groups_and_workers_over_nodes_have_a_fixed_number() -> None:
         assert caught.value.field == field
 
 
-def test_a_worker_over_nodes_has_a_place_on_each() -> None:
-    world = Fixed(grouped(2, tensor_parallel=4, nodes=2))
-
-    async def scene() -> None:
+async def test_a_worker_over_nodes_has_a_place_on_each() -> None:
+    async with Fixed(grouped(2, tensor_parallel=4, nodes=2)).running() as world:
         roles = [role for role in world.supervisor._roles.values() if role.is_worker]
         assert [len(role.further_nodes) for role in roles] == [1, 1]
-
-    virtually(world, scene)

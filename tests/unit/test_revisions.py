@@ -15,6 +15,7 @@ from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.request import RequestInfo
 from router.models.model_runtime import MAX_REVISIONS, ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.placement.demand import Demand
 from router.placement.fleet.worker_records import WorkerRecord
 from router.request_path.preprocess import Preprocessor
@@ -50,6 +51,11 @@ async def learn(model: ModelRuntime, path: Path) -> bytes:
     return fingerprint
 
 
+def one_model(path: Path) -> tuple[ModelRuntimes, ModelRuntime]:
+    _, models = served([{"path": path}])
+    return models, next(iter(models))
+
+
 @pytest.fixture
 def larger(tmp_path: Path) -> Path:
     """Another revision of `bytes`, with a larger vocabulary."""
@@ -62,8 +68,7 @@ def larger(tmp_path: Path) -> Path:
 
 
 async def test_a_worker_with_the_name_and_other_files_joins_and_brings_them(byte_model: Path, larger: Path) -> None:
-    _, models = served([{"path": byte_model}])
-    (model,) = models
+    models, model = one_model(byte_model)
     hello = hello_of(model, revision=NEW, config_fingerprint=ModelDir.open(larger).config_fingerprint())
     assert models.of_worker(hello) is model
     assert not model.knows(hello.config_fingerprint)
@@ -96,8 +101,7 @@ async def test_files_that_are_none_are_refused_and_leave_nothing(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    _, models = served([{"path": byte_model}])
-    (model,) = models
+    _, model = one_model(byte_model)
     hello = membership_pb2.Hello(worker_id="w", config_fingerprint=ModelDir.open(larger).config_fingerprint())
     with pytest.raises((InvalidRequest, Incompatible, Unavailable), match=error):
         await model.receive(hello, messages_of(larger, **changes))
@@ -113,8 +117,7 @@ async def test_files_are_bounded(byte_model: Path, larger: Path, monkeypatch: py
 
 
 async def test_files_that_no_worker_has_make_room_for_newer_ones(byte_model: Path, tmp_path: Path) -> None:
-    _, models = served([{"path": byte_model}])
-    (model,) = models
+    _, model = one_model(byte_model)
     fingerprints = []
     for number in range(MAX_REVISIONS + 1):
         path = write_sim_model(tmp_path / f"{number}", 600 + number, context=2000)
@@ -130,8 +133,7 @@ async def test_files_that_no_worker_has_make_room_for_newer_ones(byte_model: Pat
 
 
 async def test_new_requests_are_spread_by_the_workers_of_each_revision(byte_model: Path, larger: Path) -> None:
-    _, models = served([{"path": byte_model}])
-    (model,) = models
+    _, model = one_model(byte_model)
     other = await learn(model, larger)
     assert model.for_request("r") is model, "without a worker nothing is decided"
     join(model, "d0", OLD)
@@ -153,8 +155,7 @@ async def test_new_requests_are_spread_by_the_workers_of_each_revision(byte_mode
 
 
 async def test_a_canary_with_other_files_gets_its_share(byte_model: Path, larger: Path) -> None:
-    _, models = served([{"path": byte_model}])
-    (model,) = models
+    _, model = one_model(byte_model)
     other = await learn(model, larger)
     join(model, "d0", OLD)
     join(model, "d1", NEW, config_fingerprint=other, traffic_share=0.1)
@@ -168,8 +169,7 @@ def adapters(fingerprint: bytes) -> dict[str, Any]:
 
 
 async def test_adapters_of_one_name_are_spread_alike(byte_model: Path) -> None:
-    _, models = served([{"path": byte_model}])
-    (model,) = models
+    models, model = one_model(byte_model)
     old = join(model, "d0", OLD, **adapters(OLD))
     join(model, "d1", OLD, **adapters(OLD))
     join(model, "d2", OLD, **adapters(NEW))
@@ -298,8 +298,7 @@ async def test_a_stream_goes_on_only_at_its_revision(byte_model: Path, continues
 
 async def test_a_worker_that_does_not_tell_its_revision_may_have_any(byte_model: Path) -> None:
     """While a cluster of an earlier version is upgraded, no stream ends."""
-    _, models = served([{"path": byte_model}])
-    (model,) = models
+    _, model = one_model(byte_model)
     join(model, "d0", b"")
     join(model, "d1", OLD)
     begun = model.for_request("r").at(OLD)

@@ -44,22 +44,25 @@ def make(available: int, **config: Any) -> tuple[Fleet, WorkerRecord, Dispatcher
     return fleet, worker, Dispatcher(fleet, AdmissionConfig(**config), clock=Clock())
 
 
+def asking(dispatcher: Dispatcher, num_blocks: int) -> "asyncio.Future[Any]":
+    return asyncio.ensure_future(dispatcher.place(info(), demand(num_blocks), []))
+
+
 async def test_what_fits_starts_at_once_and_counts() -> None:
     _, _, dispatcher = make(available=10)
-    placed, decision = await dispatcher.place(info(), demand(6), [])
+    placed, decision = await asking(dispatcher, 6)
     assert decision.decode_id == "d0"
     assert placed.sequence == 1
-    second = asyncio.ensure_future(dispatcher.place(info(), demand(6), []))
+    second = asking(dispatcher, 6)
     await settle()
     assert not second.done()
     second.cancel()
 
 
-async def test_what_has_no_room_lets_others_pass() -> None:
+async def test_what_has_no_room_lets_others_pass_and_starts_at_an_end() -> None:
     _, _, dispatcher = make(available=10)
-    running, _ = await dispatcher.place(info(), demand(8), [])
-    large = asyncio.ensure_future(dispatcher.place(info(), demand(9), []))
-    small = asyncio.ensure_future(dispatcher.place(info(), demand(1), []))
+    running, _ = await asking(dispatcher, 8)
+    large, small = asking(dispatcher, 9), asking(dispatcher, 1)
     await settle()
     assert small.done()
     assert not large.done()
@@ -89,17 +92,17 @@ async def test_priority_goes_first_and_arrival_decides_ties() -> None:
 
 async def test_a_full_queue_refuses() -> None:
     _, _, dispatcher = make(available=0, max_queued=1)
-    waiting = asyncio.ensure_future(dispatcher.place(info(), demand(1), []))
+    waiting = asking(dispatcher, 1)
     await settle()
     with pytest.raises(Overloaded):
-        await dispatcher.place(info(), demand(1), [])
+        await asking(dispatcher, 1)
     waiting.cancel()
 
 
 async def test_a_client_that_leaves_frees_its_place() -> None:
     fleet, worker, dispatcher = make(available=0)
-    first = asyncio.ensure_future(dispatcher.place(info(), demand(5), []))
-    second = asyncio.ensure_future(dispatcher.place(info(), demand(1), []))
+    first = asking(dispatcher, 5)
+    second = asking(dispatcher, 1)
     await settle()
     first.cancel()
     await settle()
@@ -112,23 +115,13 @@ async def test_a_client_that_leaves_frees_its_place() -> None:
 
 async def test_a_client_that_leaves_as_it_is_placed_gives_the_placement_back() -> None:
     fleet, worker, dispatcher = make(available=0)
-    waiting = asyncio.ensure_future(dispatcher.place(info(), demand(5), []))
+    waiting = asking(dispatcher, 5)
     await settle()
     fleet.reported(worker, pb.LoadReport(available_blocks=5, num_blocks=100))
     dispatcher.kick()
     waiting.cancel()
     await settle()
     assert [view.available_blocks for view in fleet.views()] == [5]
-
-
-async def test_an_end_lets_the_next_one_start() -> None:
-    _, _, dispatcher = make(available=10)
-    placed, _ = await dispatcher.place(info(), demand(10), [])
-    waits = asyncio.ensure_future(dispatcher.place(info(), demand(10), []))
-    await settle()
-    dispatcher.ended(placed)
-    await settle()
-    assert waits.done()
 
 
 async def test_the_timer_refuses_what_nobody_could_hold() -> None:

@@ -12,15 +12,8 @@ from router.placement.place import Decision
 from router.placement.place import place as place_rows
 from router.placement.rates import Priors, Rates
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
+from support.toy_placement import RATES, worker
 
-RATES = Priors(
-    prefill_tokens_per_s=1000,
-    decode_prefill_tokens_per_s=100,
-    kv_bytes_per_s=1e6,
-    loan_overhead_s=0.01,
-    step_s=0.0,
-    stream_delay_s=0.001,
-)
 DEMAND = Demand(num_tokens=42, num_usable_blocks=10, num_total_blocks=12, block_tokens=4, block_bytes=1000)
 NO_HITS: dict[str, int] = {}
 
@@ -37,83 +30,65 @@ def place(
     return place_rows(demand, workers, Hits.of(workers, held, due), Rates.uniform(len(views), rates))
 
 
-def worker(name: str, **changes: object) -> WorkerView:
-    view = WorkerView(
-        worker_id=name,
-        decodes=name.startswith("d"),
-        fingerprint=b"model",
-        running=0,
-        decoding=0,
-        queued_prefill_tokens=0,
-        available_blocks=100,
-        num_blocks=100,
-    )
-    return replace(view, **changes)  # type: ignore[arg-type]
+def chosen(
+    demand: Demand,
+    views: Sequence[WorkerView],
+    held: Mapping[str, int] = NO_HITS,
+    rates: Priors = RATES,
+    due: Mapping[str, int] | None = None,
+) -> Decision:
+    decision = place(demand, views, held, rates, due)
+    assert decision is not None
+    return decision
 
 
 def test_borrowing_beats_a_slow_local_prefill() -> None:
-    decision = place(DEMAND, [worker("d0"), worker("p0")], NO_HITS, RATES)
-    assert decision is not None
+    decision = chosen(DEMAND, [worker("d0"), worker("p0")])
     assert (decision.decode_id, decision.lender_id, decision.num_candidates) == ("d0", "p0", 2)
     # overhead 10 ms + 10 blocks of 1 ms transfer + 40 tokens at 1000/s + the 2-token tail at 100/s
     assert decision.predicted_ttft_s == pytest.approx(0.010 + 0.010 + 0.040 + 0.020)
 
 
-def test_nothing_is_borrowed_when_decode_holds_all_that_may_be_borrowed() -> None:
-    decision = place(DEMAND, [worker("d0"), worker("p0")], {"d0": 10, "p0": 10}, RATES)
-    assert decision is not None
+@pytest.mark.parametrize(
+    ("lender", "held", "reason"),
+    [
+        pytest.param({}, {"d0": 10, "p0": 10}, "nothing to borrow", id="decode holds all that may be borrowed"),
+        pytest.param({"queued_prefill_tokens": 500}, {"d0": 9}, "cheaper than any loan", id="a short rest"),
+        pytest.param({"fingerprint": b"other"}, {}, "", id="only equal fingerprints pair"),
+        pytest.param({"num_blocks": 9}, {}, "", id="a lender too small for the prompt"),
+    ],
+)
+def test_nothing_is_borrowed(lender: dict[str, object], held: dict[str, int], reason: str) -> None:
+    decision = chosen(DEMAND, [worker("d0"), worker("p0", **lender)], held)
     assert decision.lender_id is None
-    assert decision.predicted_ttft_s == pytest.approx(0.020)
-    assert "nothing to borrow" in decision.reason
-
-
-def test_a_short_rest_is_computed_on_the_spot() -> None:
-    decision = place(DEMAND, [worker("d0"), worker("p0", queued_prefill_tokens=500)], {"d0": 9}, RATES)
-    assert decision is not None
-    assert decision.lender_id is None
-    assert "cheaper than any loan" in decision.reason
+    assert reason in decision.reason
+    if held.get("d0") == 10:
+        assert decision.predicted_ttft_s == pytest.approx(0.020)
 
 
 def test_running_streams_pay_for_local_prefill() -> None:
     """Alone, computing 6 tokens here is cheaper than a loan that waits for 100 tokens; with 20 streams it is not."""
     demand = replace(DEMAND, num_tokens=6, num_usable_blocks=1, num_total_blocks=3)
     lender = worker("p0", queued_prefill_tokens=100)
-    alone = place(demand, [worker("d0"), lender], NO_HITS, RATES)
-    busy = place(demand, [worker("d0", running=20, decoding=20), lender], NO_HITS, RATES)
-    assert alone is not None
-    assert busy is not None
+    alone = chosen(demand, [worker("d0"), lender])
+    busy = chosen(demand, [worker("d0", running=20, decoding=20), lender])
     assert (alone.lender_id, busy.lender_id) == (None, "p0")
 
 
 def test_the_lender_that_holds_the_prefix_wins_until_its_queue_is_long() -> None:
     fleet = [worker("d0"), worker("p0"), worker("p1")]
-    near = place(DEMAND, fleet, {"p1": 5}, RATES)
-    assert near is not None
+    near = chosen(DEMAND, fleet, {"p1": 5})
     assert near.lender_id == "p1"
     fleet[2] = worker("p1", queued_prefill_tokens=1000)
-    far = place(DEMAND, fleet, {"p1": 5}, RATES)
-    assert far is not None
+    far = chosen(DEMAND, fleet, {"p1": 5})
     assert (far.lender_id, far.source_id) == ("p0", "p1")
-
-
-def test_only_equal_fingerprints_pair() -> None:
-    decision = place(DEMAND, [worker("d0"), worker("p0", fingerprint=b"other")], NO_HITS, RATES)
-    assert decision is not None
-    assert decision.lender_id is None
 
 
 def test_a_full_decode_worker_is_not_chosen() -> None:
     fleet = [worker("d0", available_blocks=11), worker("d1", running=50), worker("p0")]
-    decision = place(DEMAND, fleet, {"d0": 10}, RATES)
-    assert decision is not None
+    decision = chosen(DEMAND, fleet, {"d0": 10})
     assert decision.decode_id == "d1"
     assert place(DEMAND, [worker("d0", available_blocks=11), worker("p0")], NO_HITS, RATES) is None
-
-
-def test_a_lender_too_small_for_the_prompt_is_not_asked() -> None:
-    decision = place(DEMAND, [worker("d0"), worker("p0", num_blocks=9)], NO_HITS, RATES)
-    assert decision is not None
-    assert decision.lender_id is None
 
 
 views = st.lists(
@@ -135,23 +110,20 @@ views = st.lists(
 
 def test_what_a_lender_holds_is_read_without_waiting_for_its_queue() -> None:
     busy = worker("p0", queued_prefill_tokens=5000)
-    decision = place(DEMAND, [worker("d0"), busy], {"p0": 10}, RATES)
-    assert decision is not None
+    decision = chosen(DEMAND, [worker("d0"), busy], {"p0": 10})
     assert (decision.lender_id, decision.lender_computes, decision.lender_tokens) == ("p0", False, 0)
     # overhead 10 ms + 10 blocks of 1 ms + the 2-token tail at 100/s
     assert decision.predicted_ttft_s == pytest.approx(0.010 + 0.010 + 0.020)
 
 
 def test_blocks_that_are_still_being_computed_cannot_be_read_at_once() -> None:
-    decision = place(DEMAND, [worker("d0"), worker("p0")], {}, RATES, due={"p0": 10})
-    assert decision is not None
+    decision = chosen(DEMAND, [worker("d0"), worker("p0")], due={"p0": 10})
     assert (decision.lender_id, decision.lender_computes) == ("p0", True)
 
 
 def test_a_decode_worker_lends_what_it_decoded() -> None:
     fleet = [worker("d0", running=50), worker("d1")]
-    decision = place(DEMAND, fleet, {"d0": 9}, RATES)
-    assert decision is not None
+    decision = chosen(DEMAND, fleet, {"d0": 9})
     assert (decision.decode_id, decision.lender_id, decision.lender_computes) == ("d1", "d0", False)
     # overhead 10 ms + 9 blocks of 1 ms + 6 tokens at 100/s
     assert decision.predicted_ttft_s == pytest.approx(0.010 + 0.009 + 0.060)
@@ -161,8 +133,7 @@ def test_a_prefill_worker_reads_the_last_turn_from_the_worker_that_decoded_it() 
     """A new turn too long to be computed beside streams: the lender reads the history and computes the turn."""
     demand = replace(DEMAND, num_tokens=802, num_usable_blocks=200, num_total_blocks=220)
     fleet = [worker("d0", available_blocks=300, num_blocks=300), worker("p0", num_blocks=300)]
-    decision = place(demand, fleet, {"d0": 150}, RATES)
-    assert decision is not None
+    decision = chosen(demand, fleet, {"d0": 150})
     assert (decision.decode_id, decision.lender_id, decision.source_id) == ("d0", "p0", "d0")
     assert decision.lender_tokens == 200
     # overhead + 150 blocks to the lender, 200 tokens at 1000/s, overhead + 50 blocks back, the 2-token tail at 100/s
@@ -171,8 +142,7 @@ def test_a_prefill_worker_reads_the_last_turn_from_the_worker_that_decoded_it() 
 
 def test_a_source_is_named_only_where_reading_beats_computing() -> None:
     slow_link = replace(RATES, kv_bytes_per_s=1e5)
-    decision = place(DEMAND, [worker("d0"), worker("p0"), worker("p1", num_blocks=9)], {"p1": 5}, slow_link)
-    assert decision is not None
+    decision = chosen(DEMAND, [worker("d0"), worker("p0"), worker("p1", num_blocks=9)], {"p1": 5}, slow_link)
     assert (decision.lender_id, decision.source_id, decision.lender_tokens) == ("p0", None, 40)
 
 

@@ -356,28 +356,33 @@ def test_decisions_in_fleets_of_all_sizes_are_the_plain_models(size: int, count:
         check_decision(case, random_rates(size, seeds) if seed % 2 else Rates.uniform(size, PRIORS))
 
 
-def test_the_faster_link_is_used() -> None:
-    views = [WorkerView(name, name == "d", b"m", 0, 0, 0, 100, 100) for name in ("d", "p0", "p1")]
-    workers = WorkerTable.of(views)
-    demand = Demand(42, 10, 12, 4, 1000)
-    rates = Rates.uniform(3, PRIORS)
-    rates.kv_bytes_per_s[0, 1] = 1e5
-    hits = Hits.of(workers, {"p0": 10, "p1": 10})
-    decision = place(demand, workers, hits, rates)
+@pytest.mark.parametrize(
+    ("names", "pool", "demand", "slow", "held", "chosen"),
+    [
+        pytest.param(
+            ("d", "p0", "p1"), 100, Demand(42, 10, 12, 4, 1000), (0, 1, 1e5), {"p0": 10, "p1": 10},
+            ("p1", False, None), id="the faster link is used",
+        ),
+        pytest.param(
+            ("d0", "d1", "d2", "p0"), 300, Demand(802, 200, 220, 4, 1000), (3, 1, 1e3), {"d1": 150, "d2": 140},
+            ("p0", True, "d2"), id="a stalled source is passed over for one that holds less",
+        ),
+    ],
+)  # fmt: skip
+def test_a_slow_link_is_not_used(
+    names: tuple[str, ...],
+    pool: int,
+    demand: Demand,
+    slow: tuple[int, int, float],
+    held: dict[str, int],
+    chosen: tuple[str, bool, str | None],
+) -> None:
+    views = [WorkerView(name, name.startswith("d"), b"m", 0, 0, 0, pool, pool) for name in names]
+    workers, rates = WorkerTable.of(views), Rates.uniform(len(names), PRIORS)
+    rates.kv_bytes_per_s[slow[:2]] = slow[2]
+    decision = place(demand, workers, Hits.of(workers, held), rates)
     assert decision is not None
-    assert (decision.lender_id, decision.lender_computes) == ("p1", False)
-
-
-def test_a_stalled_source_is_passed_over_for_one_that_holds_less() -> None:
-    views = [WorkerView(name, name.startswith("d"), b"m", 0, 0, 0, 300, 300) for name in ("d0", "d1", "d2", "p0")]
-    workers = WorkerTable.of(views)
-    demand = Demand(802, 200, 220, 4, 1000)
-    rates = Rates.uniform(4, PRIORS)
-    rates.kv_bytes_per_s[3, 1] = 1e3
-    hits = Hits.of(workers, {"d1": 150, "d2": 140})
-    decision = place(demand, workers, hits, rates)
-    assert decision is not None
-    assert (decision.lender_id, decision.source_id) == ("p0", "d2")
+    assert (decision.lender_id, decision.lender_computes, decision.source_id) == chosen
 
 
 def test_nobody_is_there() -> None:

@@ -19,7 +19,7 @@ from router.models.model_files import read_models
 from router.placement.demand import Demand
 from router.request_path.preprocess import Preprocessor
 from router.security.api_keys import Principal
-from support.served_models import TEXT, arrival_of, hello_of, join, served
+from support.served_models import TEXT, arrival_of, hello_of, join, served, staffed
 from support.sim_directories import write_sim_model, write_tokenizer
 
 # ------------------------------------------------------------------ what is configured
@@ -116,9 +116,7 @@ def block_demand(num_blocks: int) -> Demand:
 async def test_what_a_tenant_may_run_counts_over_all_models(byte_model: Path, word_model: Path) -> None:
     """And its next one starts in the moment in which it may, whichever model it waits for."""
     tenants = {"single": {"max_running": 1}}
-    _, models = served([{"path": byte_model}, {"path": word_model}], tenants=tenants)
-    for model in models:
-        join(model)
+    _, models = staffed([{"path": byte_model}, {"path": word_model}], tenants=tenants)
     of_bytes, of_words = models
     placed, _ = await of_bytes.dispatcher.place(RequestInfo("single", 0, 0.0), block_demand(1), [])
     waits = asyncio.ensure_future(of_words.dispatcher.place(RequestInfo("single", 0, 0.0), block_demand(1), []))
@@ -133,9 +131,7 @@ async def test_what_a_tenant_may_run_counts_over_all_models(byte_model: Path, wo
 
 async def test_lines_are_of_one_model_each(byte_model: Path, word_model: Path) -> None:
     """What waits for one takes no place in the line of the other."""
-    _, models = served([{"path": byte_model}, {"path": word_model}], max_queued=1)
-    for model in models:
-        join(model, num_blocks=10)
+    _, models = staffed([{"path": byte_model}, {"path": word_model}], max_queued=1, num_blocks=10)
     held = [(await model.dispatcher.place(RequestInfo("", 0, 0.0), block_demand(10), []))[0] for model in models]
     line = [
         asyncio.ensure_future(model.dispatcher.place(RequestInfo("", 0, 0.0), block_demand(10), [])) for model in models

@@ -290,10 +290,14 @@ def test_one_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 # ---------------------------------------------------------------------- Kubernetes
 
 
-def as_kind(kind: type[Any], *resources: Resource) -> list[Any]:
+def mirror_of(kind: type[Any], *resources: Resource) -> Mirror[Any]:
     mirror = Mirror(kind)
     mirror.listed(json.dumps({"metadata": {"resourceVersion": "1"}, "items": resources}).encode())
-    return list(mirror.held.values())
+    return mirror
+
+
+def as_kind(kind: type[Any], *resources: Resource) -> list[Any]:
+    return list(mirror_of(kind, *resources).held.values())
 
 
 @pytest.mark.parametrize(
@@ -357,8 +361,7 @@ def test_a_ready_pod_serves_until_its_deletion_begins() -> None:
     "body", [b"", b"{}", b"[]", b'{"metadata": {}, "items": []}', b'{"metadata": {"resourceVersion": 5}}']
 )
 def test_a_list_of_another_form_changes_nothing(body: bytes) -> None:
-    mirror = Mirror(Pod)
-    mirror.listed(json.dumps({"metadata": {"resourceVersion": "1"}, "items": [pod("a", "10.0.0.1")]}).encode())
+    mirror = mirror_of(Pod, pod("a", "10.0.0.1"))
     with pytest.raises(SourceFailed, match="a list has"):
         mirror.listed(body)
     assert list(mirror.held) == ["a"]
@@ -374,8 +377,7 @@ def test_a_list_of_another_form_changes_nothing(body: bytes) -> None:
     ],
 )
 def test_after_an_event_that_cannot_be_read_all_is_listed(line: bytes) -> None:
-    mirror = Mirror(Pod)
-    mirror.listed(json.dumps({"metadata": {"resourceVersion": "1"}, "items": [pod("a", "10.0.0.1")]}).encode())
+    mirror = mirror_of(Pod, pod("a", "10.0.0.1"))
     with pytest.raises(SourceFailed):
         mirror.happened(line)
     assert (mirror.version, list(mirror.held)) == ("", ["a"])

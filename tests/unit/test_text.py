@@ -41,16 +41,18 @@ def test_a_possible_stop_string_is_held_back_and_released() -> None:
     assert stream.finish() == ""
 
 
-def test_what_was_held_back_comes_at_the_end() -> None:
-    stream = TextStream(TOKENIZER, [], ["END"])
-    assert "".join(stream.push(token_id) for token_id in encode("abEN")) == "ab"
-    assert stream.finish() == "EN"
-
-
-def test_the_earliest_of_several_stop_strings_wins() -> None:
-    stream = TextStream(TOKENIZER, [], ["cd", "bcd"])
-    assert "".join(stream.push(token_id) for token_id in encode("abcd")) == "a"
-    assert stream.stopped == "bcd"
+@pytest.mark.parametrize(
+    ("stops", "text", "before", "stopped", "rest"),
+    [
+        pytest.param(["END"], "abEN", "ab", None, "EN", id="what was held back comes at the end"),
+        pytest.param(["cd", "bcd"], "abcd", "a", "bcd", "", id="the earliest of several wins"),
+    ],
+)
+def test_stop_strings(stops: list[str], text: str, before: str, stopped: str | None, rest: str) -> None:
+    stream = TextStream(TOKENIZER, [], stops)
+    assert "".join(stream.push(token_id) for token_id in encode(text)) == before
+    assert (stream.stopped or None) == stopped
+    assert stream.finish() == rest
 
 
 def test_special_tokens_are_not_text() -> None:

@@ -316,10 +316,7 @@ def test_forms_without_a_tokenizer(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ Responses
 
-PARSERS = {
-    "text": lambda: None,
-    "parsed": lambda: OutputFormat("hermes", "qwen3").parser(parses_calls=True),
-}
+PARSERS = {"text": lambda: None, "parsed": lambda: OutputFormat("hermes", "qwen3").parser(parses_calls=True)}
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 OUTPUTS = (
     "a 🦊 b",

@@ -17,13 +17,6 @@ def test_every_worker_has_its_id_and_cores() -> None:
     ]
 
 
-@pytest.mark.parametrize(("prefill", "decode", "field"), [(1, 0, "decode"), (-1, 1, "prefill")])
-def test_a_cluster_needs_a_decode_worker(prefill: int, decode: int, field: str) -> None:
-    with pytest.raises(StartError) as caught:
-        plan_topology(prefill, decode, SETTINGS, SETTINGS, [0])
-    assert caught.value.field == field
-
-
 def test_prefill_engines_also_compute_on_the_cores_of_decode_engines_which_step_back() -> None:
     topology = plan_topology(2, 2, SETTINGS, SETTINGS, [0, 1, 2, 3])
     assert [worker.cores for worker in topology.prefill] == [(0,), (1,)]
@@ -81,15 +74,26 @@ def test_workers_of_a_pool_are_groups_with_ranks_and_a_port_each() -> None:
     }
 
 
+def flags(text: str) -> dict[str, object]:
+    return SETTINGS | {"engine": "vllm", "vllm_args": text}
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "worker", "field", "reason"),
     [
+        (1, 0, SETTINGS, "decode", None),
+        (-1, 1, SETTINGS, "prefill", None),
         (2, 3, GROUPS, "decode", "3 workers are no whole groups of data_parallel, 2"),
         (1, 2, GROUPS, "prefill", "1 workers are no whole groups of data_parallel, 2"),
         (0, 2, GROUPS | {"data_parallel_local": 2}, "data_parallel_local", "each worker is started by itself"),
+        (0, 1, flags("--served-model-name a b"), "vllm_args", None),
+        (0, 1, flags("--reasoning-parser"), "vllm_args", None),
+        (0, 1, flags("--no-enable-auto-tool-choice"), "vllm_args", None),
     ],
 )
-def test_pools_are_whole_groups(prefill: int, decode: int, worker: dict[str, object], field: str, reason: str) -> None:
+def test_what_cannot_be_is_refused(
+    prefill: int, decode: int, worker: dict[str, object], field: str, reason: str | None
+) -> None:
     with pytest.raises(StartError, match=reason) as caught:
         plan_topology(prefill, decode, SETTINGS, worker, [0])
     assert caught.value.field == field
@@ -119,11 +123,4 @@ def test_each_of_several_models_has_its_flags() -> None:
     assert parsers == [("deepseek_r1", "auto"), ("qwen3", "hermes")]
     with pytest.raises(StartError, match="hermes differs from tool_parser of the model") as caught:
         plan_models([ClusterModel.parse({"path": "b", "tool_parser": "mistral"})], {}, {"vllm_args": SERVE}, [0])
-    assert caught.value.field == "vllm_args"
-
-
-@pytest.mark.parametrize("flags", ["--served-model-name a b", "--reasoning-parser", "--no-enable-auto-tool-choice"])
-def test_what_the_router_cannot_take_is_refused(flags: str) -> None:
-    with pytest.raises(StartError) as caught:
-        plan_topology(0, 1, SETTINGS, SETTINGS | {"engine": "vllm", "vllm_args": flags}, [0])
     assert caught.value.field == "vllm_args"

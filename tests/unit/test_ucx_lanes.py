@@ -24,40 +24,37 @@ def table(who: str, what: str, *rows: str) -> list[str]:
 READ = "remote memory read by ucp_get* into host memory"
 
 
-def test_reads_over_shared_memory() -> None:
-    log = table("intra-node", READ, "0..inf | zero-copy | cma/memory")
-    assert read_lanes(log, "ucp_get") == ("cma/memory",)
-
-
-def test_several_rows_and_lanes_in_order_of_appearance_once_each() -> None:
-    log = table(
-        "inter-node",
-        READ,
-        "0..8K | short | rc_mlx5/mlx5_0:1",
-        "8K..inf | zero-copy | 50% on rc_mlx5/mlx5_1:1 and 50% on rc_mlx5/mlx5_0:1",
-    ) + table("intra-node", READ, "0..inf | software emulation | tcp/eth0")
-    assert read_lanes(log, "ucp_get") == ("rc_mlx5/mlx5_0:1", "rc_mlx5/mlx5_1:1", "tcp/eth0")
-
-
-def test_other_operations_and_reads_from_itself_do_not_count() -> None:
-    log = (
+TAGGED, PUT = "tagged message by ucp_tag_send* from host memory", "remote memory write by ucp_put* from host memory"
+MESSAGE = "active message by ucp_am_send* from host memory"
+BY_MEMORY = table("intra-node", READ, "0..inf | zero-copy | cma/memory")
+TWO_RAILS = (
+    "0..8K | short | rc_mlx5/mlx5_0:1",
+    "8K..inf | zero-copy | 50% on rc_mlx5/mlx5_1:1 and 50% on rc_mlx5/mlx5_0:1",
+)
+LOGS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "shared memory": (BY_MEMORY, ("cma/memory",)),
+    "several rows and lanes, in order of appearance, once each": (
+        table("inter-node", READ, *TWO_RAILS) + table("intra-node", READ, "0..inf | software emulation | tcp/eth0"),
+        ("rc_mlx5/mlx5_0:1", "rc_mlx5/mlx5_1:1", "tcp/eth0"),
+    ),
+    "other operations, and reads from itself": (
         table("self", READ, "0..inf | zero-copy | self/memory")
-        + table("intra-node", "tagged message by ucp_tag_send* from host memory", "0..inf | eager | sysv/memory")
-        + table("intra-node", "remote memory write by ucp_put* from host memory", "0..inf | copy | posix/memory")
-    )
-    assert read_lanes(log, "ucp_get") == ()
+        + table("intra-node", TAGGED, "0..inf | eager | sysv/memory")
+        + table("intra-node", PUT, "0..inf | copy | posix/memory"),
+        (),
+    ),
+    "what follows a table of reads": (
+        BY_MEMORY + table("intra-node", MESSAGE, "0..inf | eager | sysv/memory"),
+        ("cma/memory",),
+    ),
+    "nothing": ([], ()),
+    "lines of no table": ([*table("intra-node", READ), "UCX  WARN something | odd | tcp/eth0\n", "\n"], ()),
+}
 
 
-def test_what_follows_a_table_of_reads_is_judged_anew() -> None:
-    log = table("intra-node", READ, "0..inf | zero-copy | cma/memory")
-    log += table("intra-node", "active message by ucp_am_send* from host memory", "0..inf | eager | sysv/memory")
-    assert read_lanes(log, "ucp_get") == ("cma/memory",)
-
-
-def test_lines_that_are_not_of_a_table() -> None:
-    assert read_lanes([], "ucp_get") == ()
-    log = [*table("intra-node", READ), "UCX  WARN something | odd | tcp/eth0\n", "\n"]
-    assert read_lanes(log, "ucp_get") == ()
+@pytest.mark.parametrize(("log", "lanes"), LOGS.values(), ids=LOGS)
+def test_lanes_of_reads(log: list[str], lanes: tuple[str, ...]) -> None:
+    assert read_lanes(log, "ucp_get") == lanes
 
 
 def test_the_log_is_read_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,10 +52,10 @@ class Site:
     async def stored(self, prompt: list[int]) -> None:
         """Every full block of the prompt is in the folder."""
 
-        async def all_there() -> bool:
-            return all(self.object_of(prompt, index) for index in range(len(prompt) // BLOCK))
-
-        await until(all_there, "its blocks are in the store")
+        await until(
+            lambda: all(self.object_of(prompt, index) for index in range(len(prompt) // BLOCK)),
+            "its blocks are in the store",
+        )
 
     async def answered(self, engine: RealEngine, prompt: list[int]) -> tuple[list[int], KvAccount]:
         """Its tokens, and what it says of its blocks, which add up."""
@@ -171,10 +171,7 @@ async def test_a_damaged_object_is_refused_and_computed_again(site: Site, how: s
     if how != "torn":  # a short file is a miss, and the lookup may find blocks before it only
         assert account.store_blocks == 4
 
-        async def removed() -> bool:
-            return not spoiled.exists() or spoiled.read_bytes() != wrong
-
-        await until(removed, "nobody reads it again")
+        await until(lambda: not spoiled.exists() or spoiled.read_bytes() != wrong, "nobody reads it again")
     await site.settled()
 
 

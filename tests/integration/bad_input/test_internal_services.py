@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import (
-    AlreadyExists,
-    Incompatible,
-    InvalidRequest,
-    Overloaded,
-    ServiceError,
-    Unavailable,
-)
+from cluster.errors import AlreadyExists, Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable
 from cluster.network.mux_stream import MuxServer, MuxStream
 from cluster.network.rpc import PROTOCOL
 from protos import decode_pb2, loans_pb2, membership_pb2, membership_pb2_grpc
@@ -197,61 +190,38 @@ async def test_an_event_that_says_nothing_and_one_that_is_no_message(site: Site)
     await only_one_decode_worker(site)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("worker_id", ""),
-        ("address", ""),
-        ("incarnation", b""),
-        ("role", membership_pb2.ROLE_UNSPECIFIED),
-        ("role", 77),
-        ("model_fingerprint", b""),
-        ("block_tokens", 0),
-        ("num_blocks", 0),
-        ("block_bytes", 0),
-    ],
-)
-async def test_a_hello_that_would_break_placement(site: Site, name: str, value: Any) -> None:
-    """A worker that joins with it would fail every client's request, not only its own."""
-    error = await join(site, hello(site, **{name: value}))
-    assert isinstance(error, InvalidRequest)
-    assert error.field == name
+ANOTHER_OF_ITS_NAME = {"worker_id": "decode-0", "incarnation": b"x" * 16, "address": "x:1"}
+VERSIONS = f"this router version {PROTOCOL}"
+HELLOS: list[tuple[dict[str, Any], type[ServiceError], str, str]] = [
+    # A worker that joins with one of these would fail every client's request, not only its own.
+    ({"worker_id": ""}, InvalidRequest, "worker_id", ""),
+    ({"address": ""}, InvalidRequest, "address", ""),
+    ({"incarnation": b""}, InvalidRequest, "incarnation", ""),
+    ({"role": membership_pb2.ROLE_UNSPECIFIED}, InvalidRequest, "role", ""),
+    ({"role": 77}, InvalidRequest, "role", ""),
+    ({"model_fingerprint": b""}, InvalidRequest, "model_fingerprint", ""),
+    ({"block_tokens": 0}, InvalidRequest, "block_tokens", ""),
+    ({"num_blocks": 0}, InvalidRequest, "num_blocks", ""),
+    ({"block_bytes": 0}, InvalidRequest, "block_bytes", ""),
+    ({"stream_address": ""}, Incompatible, "stream_port", ""),
+    ({"stream_address": "127.0.0.1:1"}, Unavailable, "", "(stream_port)"),  # nobody listens there
+    ({"protocol": 0}, Incompatible, "protocol", VERSIONS),  # of before versions were told
+    ({"protocol": PROTOCOL + 1}, Incompatible, "protocol", VERSIONS),
+    # With its name, the worker has another revision of this model, and is asked for its files.
+    ({"config_fingerprint": b"x" * 16, "model": "another"}, Incompatible, "model", ""),
+    (ANOTHER_OF_ITS_NAME, AlreadyExists, "worker_id", "x:1"),
+]
 
 
-async def test_joining_without_a_stream_port_or_with_one_that_cannot_be_reached(site: Site) -> None:
-    error = await join(site, hello(site, stream_address=""))
-    assert isinstance(error, Incompatible)
-    assert error.field == "stream_port"
-    error = await join(site, hello(site, stream_address=f"127.0.0.1:{free_port()}"))
-    assert isinstance(error, Unavailable)
-    assert "(stream_port)" in error.message
-    await only_one_decode_worker(site)
-
-
-@pytest.mark.parametrize("other", [0, PROTOCOL + 1])
-async def test_joining_with_another_protocol(site: Site, other: int) -> None:
-    """0: of before versions were told."""
-    error = await join(site, hello(site, protocol=other))
-    assert isinstance(error, Incompatible)
-    assert error.field == "protocol"
-    assert f"this router version {PROTOCOL}" in error.message
-    await only_one_decode_worker(site)
-
-
-async def test_joining_with_another_models_config(site: Site) -> None:
-    """With its name, too: otherwise the worker has another revision of this model, and is asked for its files."""
-    error = await join(site, hello(site, config_fingerprint=b"x" * 16, model="another"))
-    assert isinstance(error, Incompatible)
-    assert error.field == "model"
-    await only_one_decode_worker(site)
-
-
-async def test_joining_by_the_name_of_a_worker_that_is_there(site: Site) -> None:
-    error = await join(site, hello(site, worker_id=site.decode.worker_id, incarnation=b"x" * 16, address="x:1"))
-    assert isinstance(error, AlreadyExists)
-    assert error.field == "worker_id"
-    assert site.decode.address in error.message
-    assert "x:1" in error.message
+@pytest.mark.parametrize(("fields", "kind", "field", "said"), HELLOS, ids=[str(fields)[:40] for fields, *_ in HELLOS])
+async def test_joining_with_a_hello_that_is_refused(
+    site: Site, fields: dict[str, Any], kind: type[ServiceError], field: str, said: str
+) -> None:
+    error = await join(site, hello(site, **fields))
+    assert type(error) is kind
+    assert field in ("", error.field)
+    assert said in error.message
+    assert fields is not ANOTHER_OF_ITS_NAME or site.decode.address in error.message
     await only_one_decode_worker(site)
 
 

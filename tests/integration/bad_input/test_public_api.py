@@ -11,12 +11,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cluster.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    UnknownModel,
-)
+from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, UnknownModel
 from cluster.network.rpc import channel
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
@@ -52,8 +47,6 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"n": 65}, "n"),
     ({"n": 64, "max_tokens": POOL_TOKENS // 32}, "max_tokens"),
     ({"beam_width": 2}, "beam_width"),
-    ({"length_penalty": 1.0}, "length_penalty"),
-    ({"early_stopping": True}, "early_stopping"),
     ({"length_penalty": 1.0}, "length_penalty"),
     ({"early_stopping": True}, "early_stopping"),
     ({"stop": [""]}, "stop"),
