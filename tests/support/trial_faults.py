@@ -270,10 +270,10 @@ class Faults(Front):
         if not stores:
             return
         store = self.rng.choice(stores)
-        assert isinstance(store._objects, MemoryObjects)
-        if store._objects.stored:
+        assert isinstance(store.objects, MemoryObjects)
+        if store.objects.stored:
             self.seen["local store damaged"] += 1
-            self.damage(store._objects, is_local=True)
+            self.damage(store.objects, is_local=True)
 
     def damage_store(self) -> None:
         """An object of the shared store is damaged, or the store breaks."""
@@ -290,9 +290,9 @@ class Faults(Front):
             for loan in node.core.borrower_manager.loans.values():
                 source = loan.source
                 if isinstance(source, StoreSource) and source.is_local == is_local:
-                    assert isinstance(source._store, StepStore)
-                    names = map(source._store._format.name, source._keys)
-                    wanted += [name for name in names if source._store._objects is objects and name in objects.stored]
+                    assert isinstance(source.store, StepStore)
+                    names = map(source.store.object_format.name, source.keys)
+                    wanted += [name for name in names if source.store.objects is objects and name in objects.stored]
                     self.cells.note_restoring("bytes corrupted", node)
         name = self.rng.choice(wanted or list(objects.stored))
         stored = bytearray(objects.stored[name])

@@ -184,8 +184,8 @@ class TrialNode(ABC):
         assert not self.verifying.waiting, f"{self.name}: blocks wait to be verified at rest"
         assert self.core.borrower_manager.num_loans == 0, f"{self.name} borrows at rest"
         for store in self.stores:
-            assert store._num_fetching == 0, f"{self.name}: a fetch was not given back"
-            assert not store._writing, f"{self.name}: a block is still to be written"
+            assert store.num_fetching == 0, f"{self.name}: a fetch was not given back"
+            assert not store.writing, f"{self.name}: a block is still to be written"
 
 
 class Node(TrialNode):
