@@ -220,7 +220,7 @@ class Nodes(WorkerGroup):
 
 def test_a_worker_whose_place_is_lost_while_it_starts_takes_another() -> None:
     world, nodes = World(of(1, 1)), Nodes()
-    world.supervisor._group = nodes
+    world.supervisor.group = nodes
 
     async def scene() -> None:
         world.machine.named("decode-0").end("its node died")
@@ -239,7 +239,7 @@ def test_a_worker_whose_place_is_lost_while_it_starts_takes_another() -> None:
 
 def test_a_worker_that_leaves_while_it_waits_gives_back_all_its_room() -> None:
     world, nodes = World(of(1, 2)), Nodes()
-    world.supervisor._group = nodes
+    world.supervisor.group = nodes
 
     async def scene() -> None:
         nodes.is_lost = True
@@ -498,7 +498,7 @@ def test_routers_know_the_preprocessor_and_that_the_encode_workers() -> None:
     world = with_media(2)
 
     async def scene() -> None:
-        roles = world.supervisor._roles
+        roles = world.supervisor.roles
         assert list(roles) == ["encoder-0", "encoder-1", "preprocessor", "router", "decode-0", "prefill-0"]
         assert roles["preprocessor"].config.encoders == (roles["encoder-0"].at, roles["encoder-1"].at)
         assert [entry.preprocessor for entry in roles["router"].config.entries] == [roles["preprocessor"].at]
@@ -513,7 +513,7 @@ def test_encode_workers_and_the_preprocessor_start_again() -> None:
     world = with_media(1)
 
     async def scene() -> None:
-        encoder, preprocessor = (world.supervisor._roles[name] for name in ("encoder-0", "preprocessor"))
+        encoder, preprocessor = (world.supervisor.roles[name] for name in ("encoder-0", "preprocessor"))
         before = encoder.at, preprocessor.config.port
         world.machine.named("encoder-0").end("its node died")
         await asyncio.sleep(LOAD_S + 5)
@@ -540,7 +540,7 @@ class Fixed(World):
         super().__init__(plan_topology(0, 1, {"model": "m"}, {"model": "m"}, [0]))
         say = ProgressSteps(Console(file=self._said, width=200), "")
         self.supervisor = Supervisor(topology, RaySettings(), say, ground=self.machine)
-        self.supervisor._group = Nodes()
+        self.supervisor.group = Nodes()
 
 
 def grouped(decode: int, **worker: Any) -> Topology:
@@ -551,7 +551,7 @@ def test_a_group_knows_its_first_rank_and_restarts_at_once() -> None:
     world = Fixed(grouped(4, data_parallel=2))
 
     async def scene() -> None:
-        roles = {name: role for name, role in world.supervisor._roles.items() if name != "router"}
+        roles = {name: role for name, role in world.supervisor.roles.items() if name != "router"}
         firsts = {name: role.first.name if role.first else "" for name, role in roles.items()}
         assert firsts == {"decode-0": "", "decode-1": "decode-0", "decode-2": "", "decode-3": "decode-2"}
         await world.supervisor.perform(RESTART)
@@ -559,8 +559,8 @@ def test_a_group_knows_its_first_rank_and_restarts_at_once() -> None:
         assert [set(leaving[:2]), set(leaving[2:])] == [{"decode-0", "decode-1"}, {"decode-2", "decode-3"}]
         served = [name for what, name in world.machine.events if what == "serves"]
         assert world.machine.events.index(("leaves", leaving[2])) > world.machine.events.index(("serves", served[1]))
-        again = world.supervisor._roles["decode-1"]
-        assert again.first is world.supervisor._roles["decode-0"]
+        again = world.supervisor.roles["decode-1"]
+        assert again.first is world.supervisor.roles["decode-0"]
         assert again is not roles["decode-1"]
 
     virtually(world, scene)
@@ -588,7 +588,7 @@ def test_a_worker_over_nodes_has_a_place_on_each() -> None:
     world = Fixed(grouped(2, tensor_parallel=4, nodes=2))
 
     async def scene() -> None:
-        roles = [role for role in world.supervisor._roles.values() if role.is_worker]
+        roles = [role for role in world.supervisor.roles.values() if role.is_worker]
         assert [len(role.further_nodes) for role in roles] == [1, 1]
 
     virtually(world, scene)
