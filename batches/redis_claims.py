@@ -111,12 +111,12 @@ class _Lease(Claim):
         self.holder = secrets.token_hex(16)
         self.renewed_at = now
         """Time before the last call that renewed it."""
-        self._keeping = Tasks("a lease is renewed no more")
+        self.keeping = Tasks("a lease is renewed no more")
 
     def keep(self) -> None:
         """Renew the lease from now on."""
-        self._keeping.spawn(self._claims.renew(self)).add_done_callback(lambda _: self.lost.set())
+        self.keeping.spawn(self._claims.renew(self)).add_done_callback(lambda _: self.lost.set())
 
     async def release(self) -> None:
-        await self._keeping.close()
+        await self.keeping.close()
         await self._claims.drop(self)

@@ -39,8 +39,10 @@ class BlockPool:
         self._free: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._refs: list[int] = [0] * num_blocks
-        self._quarantined: set[int] = set()
-        self._name_of: dict[int, tuple[BlockKey, BlockKey]] = {}  # block -> (parent, key)
+        self.quarantined: set[int] = set()
+        """Blocks that an unfinished read may still write into."""
+        self.name_of: dict[int, tuple[BlockKey, BlockKey]] = {}
+        """Parent and key of each named block."""
         self._block_of: dict[BlockKey, int] = {}
         self._reserved = 0
         self._events: list[CacheEvent] = []
@@ -63,7 +65,7 @@ class BlockPool:
     @property
     def num_held(self) -> int:
         """Number of blocks with at least one reference."""
-        return self.num_blocks - len(self._free) - len(self._cached) - len(self._quarantined)
+        return self.num_blocks - len(self._free) - len(self._cached) - len(self.quarantined)
 
     @property
     def num_reserved(self) -> int:
@@ -73,7 +75,7 @@ class BlockPool:
     @property
     def num_quarantined(self) -> int:
         """Number of blocks that an unfinished read may still write into."""
-        return len(self._quarantined)
+        return len(self.quarantined)
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._block_of
@@ -84,12 +86,12 @@ class BlockPool:
 
     def oldest(self, count: int) -> list[NamedBlock]:
         """Return at most `count` cached blocks, the next to be evicted first."""
-        return [NamedBlock(block, *self._name_of[block]) for block in islice(self._cached, count)]
+        return [NamedBlock(block, *self.name_of[block]) for block in islice(self._cached, count)]
 
     def named(self, key: BlockKey) -> NamedBlock | None:
         """Return the block of this name with its parent's, or None."""
         block = self._block_of.get(key)
-        return None if block is None else NamedBlock(block, *self._name_of[block])
+        return None if block is None else NamedBlock(block, *self.name_of[block])
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
         """Return the blocks of the longest cached prefix of `keys`, without taking references."""
@@ -140,7 +142,7 @@ class BlockPool:
     def _evict(self, count: int) -> list[int]:
         """Return the oldest cached blocks, now without names."""
         blocks = [self._cached.popitem(last=False)[0] for _ in range(count)]
-        names = [self._name_of.pop(block) for block in blocks]
+        names = [self.name_of.pop(block) for block in blocks]
         for _, key in names:
             del self._block_of[key]
         if self.on_evict is not None:
@@ -151,11 +153,11 @@ class BlockPool:
     @property
     def num_named_held(self) -> int:
         """Number of blocks with a name and at least one reference."""
-        return len(self._name_of) - len(self._cached)
+        return len(self.name_of) - len(self._cached)
 
     def idle_keys(self, limit: int) -> list[BlockKey]:
         """Return the names of at most `limit` cached blocks."""
-        return [self._name_of[block][1] for block in islice(self._cached, limit)]
+        return [self.name_of[block][1] for block in islice(self._cached, limit)]
 
     def drop_idle(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Free the cached blocks of these names, of which `on_evict` is not told; return their names."""
@@ -164,7 +166,7 @@ class BlockPool:
             block = self._block_of.get(key)
             if block is None or self._refs[block]:
                 continue
-            del self._block_of[key], self._name_of[block], self._cached[block]
+            del self._block_of[key], self.name_of[block], self._cached[block]
             self._free.append(block)
             dropped.append(key)
         if dropped:
@@ -187,7 +189,7 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} is not held"
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                if block in self._name_of:
+                if block in self.name_of:
                     self._cached[block] = None
                 else:
                     self._free.append(block)
@@ -217,7 +219,7 @@ class BlockPool:
                 run_parent, run = key, []
             else:
                 self._block_of[key] = block
-                self._name_of[block] = (parent, key)
+                self.name_of[block] = (parent, key)
                 run.append(key)
             parent = key
         self._stored(run_parent, run)
@@ -226,14 +228,14 @@ class BlockPool:
         """Set aside unnamed blocks with one reference; they have no owner until `unquarantine`."""
         for block in blocks:
             assert self._refs[block] == 1
-            assert block not in self._name_of
+            assert block not in self.name_of
             self._refs[block] = 0
-            self._quarantined.add(block)
+            self.quarantined.add(block)
 
     def unquarantine(self, blocks: Iterable[int]) -> None:
         """Free blocks whose read is quiet."""
         for block in blocks:
-            self._quarantined.remove(block)
+            self.quarantined.remove(block)
             self._free.append(block)
 
     def take_events(self) -> list[CacheEvent]:
@@ -243,7 +245,7 @@ class BlockPool:
 
     def snapshot(self) -> list[CacheEvent]:
         """Return the whole prefix cache as events, for a reader that lost some."""
-        return [Stored(parent, (key,)) for parent, key in self._name_of.values()]
+        return [Stored(parent, (key,)) for parent, key in self.name_of.values()]
 
     def check_integrity(self, holders: Iterable[Sequence[int]] | None = None) -> None:
         """Check all records.
@@ -254,16 +256,16 @@ class BlockPool:
         """
         free, cached = set(self._free), set(self._cached)
         held = {block for block, refs in enumerate(self._refs) if refs > 0}
-        states = [free, cached, held, self._quarantined]
+        states = [free, cached, held, self.quarantined]
         assert len(free) == len(self._free), "a block is free twice"
         assert sum(map(len, states)) == self.num_blocks, "a block is in no state, or in two"
         assert set().union(*states) == set(range(self.num_blocks)), "a block is lost"
         assert all(refs >= 0 for refs in self._refs)
         assert 0 <= self._reserved <= len(free) + len(cached), "more is reserved than there is"
-        assert cached <= set(self._name_of), "a cached block has no name"
-        assert not set(self._name_of) & (free | self._quarantined), "a free block has a name"
+        assert cached <= set(self.name_of), "a cached block has no name"
+        assert not set(self.name_of) & (free | self.quarantined), "a free block has a name"
         assert {block: key for key, block in self._block_of.items()} == {
-            block: key for block, (_, key) in self._name_of.items()
+            block: key for block, (_, key) in self.name_of.items()
         }, "names and blocks disagree"
         if holders is not None:
             claimed = Counter(block for blocks in holders for block in blocks)

@@ -192,7 +192,7 @@ class CachedBlocks:
         """Store that workers share."""
         self.compute_fingerprints = memory.fingerprints
         self.write_block = memory.write_block
-        self._memory = memory
+        self.memory = memory
         self._fingerprints = np.zeros((pool.num_ids, layout.kv_heads), np.uint64)
         self._merged = MergedEvents()
         self._write_behind_at = 0.0
@@ -306,7 +306,7 @@ class CachedBlocks:
                 takers.setdefault(each, []).append(store)
         if not takers:  # a read of no blocks would still wait for a GPU
             return
-        contents = self._memory.read_blocks([each.block for each in takers])
+        contents = self.memory.read_blocks([each.block for each in takers])
         for (each, its_stores), content in zip(takers.items(), contents, strict=True):
             for store in its_stores:
                 store.put(each.parent, each.key, content, self.fingerprints_of([each.block]))

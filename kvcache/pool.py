@@ -3,7 +3,7 @@
 Changes of what a worker has cached, as its routers read them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvcache.block_keys import BlockKey
@@ -101,6 +101,10 @@ class KvPool(Protocol):
     @property
     def num_reserved(self) -> int:
         """Number of blocks reserved and not allocated yet."""
+
+    @property
+    def quarantined(self) -> Collection[int]:
+        """Blocks that an unfinished read may still write into."""
 
     @property
     def num_quarantined(self) -> int:

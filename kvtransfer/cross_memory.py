@@ -97,7 +97,7 @@ class Attached:
         """Name that no other process of this host has or will have."""
         self._pidfd = os.pidfd_open(process.pid)  # taken first: later checks are then about this very process
         weakref.finalize(self, os.close, self._pidfd)
-        self._native = native
+        self.native = native
         self._pool = pool
         self._mapped: MappedFile | None = None
         if pool is not None:
@@ -136,11 +136,11 @@ class Attached:
         Raises nothing: a traceback would keep the mapping alive.
         """
         if self._pool is None:
-            return self._native(self._pid, 0, *what)
+            return self.native(self._pid, 0, *what)
         mapped = self._mapped  # `let_go` may clear it meanwhile
         if mapped is None or self._has_ended():
             return ESRCH
-        return self._native(0, mapped.base - self._pool.base, *what)
+        return self.native(0, mapped.base - self._pool.base, *what)
 
     def reads(self, address: int, expected: bytes) -> bool:
         """Return whether memory at `address` equals `expected`.
@@ -201,7 +201,7 @@ def own_address() -> ProcessAddress | None:
 
 def prepare() -> None:
     """Compile and load the reader and start the watching thread, so that no read waits for either."""
-    _compiled()
+    compiled()
     _endings()
 
 
@@ -217,7 +217,7 @@ def attach(
     if own is None or process.host != own.host:
         return None
     lanes = [lane for lane in (MAPPED, ATTACHED) if allows(lane) and _wanted_by(os.environ, lane)]
-    if not lanes or (native := _compiled()) is None:
+    if not lanes or (native := compiled()) is None:
         return None
     with contextlib.suppress(OSError, TransferError):
         if MAPPED in lanes and pool is not None:
@@ -251,7 +251,8 @@ def _wanted_by(environment: Mapping[str, str], lane: str) -> bool:
 
 
 @cache
-def _compiled() -> Native | None:
+def compiled() -> Native | None:
+    """Return the compiled reader; None without a compiler."""
     try:
         function = load_library(Path(__file__).with_name("native") / "cross_memory.cpp").tandem_read_memory
     except (NotCompiled, OSError) as error:

@@ -130,7 +130,7 @@ class Fingerprints:
     def of(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
         """Return the fingerprints of `blocks`, [len(blocks), kv_heads]."""
         folded = np.empty((len(blocks), self._words.shape[1]), np.uint64)
-        if (native := _native()) is None:
+        if (native := compiled()) is None:
             for row, block in enumerate(blocks):  # one block at a time stays in the cache and needs no gather
                 folded[row] = self.folding.of(self._words[block])
             return folded
@@ -174,7 +174,8 @@ def fingerprint_blocks(pool: NDArray[np.uint8], block_ids: Sequence[int], kv_hea
 
 
 @cache
-def _native() -> Callable[..., None] | None:
+def compiled() -> Callable[..., None] | None:
+    """Return the compiled loop; None without a compiler."""
     try:
         function = load_library(Path(__file__).with_name("native") / "fingerprint.cpp").tandem_fingerprint
     except NotCompiled as error:

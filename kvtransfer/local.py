@@ -43,7 +43,7 @@ class LocalTransport(Transport):
 
         `name` must be new to the network, because peers remember names for good.
         """
-        self._network = network
+        self.network = network
         self._endpoint = PREFIX + name.encode()
         self._eager = eager
         self._peers: dict[bytes, LocalPeer] = {}
@@ -57,7 +57,7 @@ class LocalTransport(Transport):
         if not isinstance(pool, Pool):
             raise TransportUnavailable("the local transport copies between pools in main memory only")
         self.pool = pool
-        self._network.transports[self._endpoint] = self
+        self.network.transports[self._endpoint] = self
         return self._endpoint
 
     def connect(self, endpoint: bytes) -> LocalPeer:
@@ -65,7 +65,7 @@ class LocalTransport(Transport):
             raise EndpointMismatch("the endpoint is not one of the local transport")
         if self._closed:
             raise TransferError("the transport was closed")
-        remote = self._network.transports.get(endpoint)
+        remote = self.network.transports.get(endpoint)
         if remote is None or remote.pool is None:
             raise PeerGone(f"no pool is registered at {endpoint!r}")
         name = endpoint.removeprefix(PREFIX).decode()
@@ -114,12 +114,12 @@ class LocalTransport(Transport):
         with self._closing:
             self._closed = True
             withdrawn = self._queue.remove(lambda _: True)
-        self._network.transports.pop(self._endpoint, None)
+        self.network.transports.pop(self._endpoint, None)
         for _, _, future in withdrawn:
             future.cancel()
 
     def _copy(self, peer: LocalPeer, spans: tuple[Span, ...], future: Read) -> None:
-        remote = self._network.transports.get(peer.endpoint)
+        remote = self.network.transports.get(peer.endpoint)
         if remote is None or remote.pool is None or self.pool is None:
             future.set_exception(PeerGone(f"{peer.name} has ended"))
             return

@@ -72,12 +72,12 @@ class NixlTransport(Transport):
         self._log = process_lane_log("ucp_get")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
-            self._agent: Any = make_agent(agent_name)
+            self.agent: Any = make_agent(agent_name)
         except Exception as error:  # NIXL raises its own types and plain RuntimeError
             if self._strict:
                 raise self._strict.unavailable(error) from error
             raise TransportUnavailable(f"NIXL does not start: {error}") from error
-        if "UCX" not in self._agent.backends:
+        if "UCX" not in self.agent.backends:
             raise TransportUnavailable("NIXL has no UCX backend here")
         self._lock = threading.Lock()  # NIXL's agent is not thread-safe; connect and read come from other threads
         self._peers: dict[bytes, NixlPeer] = {}
@@ -110,7 +110,7 @@ class NixlTransport(Transport):
         self.on_gpu = isinstance(pool, DevicePool)
         memory = self._memory = Memory.of(pool)
         try:
-            self._registration = self._agent.register_memory(
+            self._registration = self.agent.register_memory(
                 [(memory.base, memory.num_bytes, memory.device, "")], memory.kind
             )
         except Exception as error:  # NIXL's own types
@@ -123,7 +123,7 @@ class NixlTransport(Transport):
             process = own_address()
             file = pool.file.address if pool.file is not None else None
             prepare()
-        self._endpoint = Endpoint(memory, self._agent.get_agent_metadata(), process, file).to_bytes()
+        self._endpoint = Endpoint(memory, self.agent.get_agent_metadata(), process, file).to_bytes()
         return self._endpoint
 
     def connect(self, endpoint: bytes) -> NixlPeer:
@@ -133,7 +133,7 @@ class NixlTransport(Transport):
         with self._lock:
             if (known := self._peers.get(endpoint)) is not None:
                 return known
-            if self._agent is None:
+            if self.agent is None:
                 raise TransferError(CLOSED)
             if (attached := self._attach(parsed)) is not None:
                 name = attached.name  # NIXL is not told: a UCX connection polls until the peer has answered it
@@ -155,7 +155,7 @@ class NixlTransport(Transport):
         bindings = module("_bindings")
         unusable = (bindings.nixlInvalidParamError, bindings.nixlMismatchError, bindings.nixlNotFoundError)
         try:
-            name: str = self._agent.add_remote_agent(metadata).decode()
+            name: str = self.agent.add_remote_agent(metadata).decode()
         except unusable as error:
             raise EndpointMismatch(f"NIXL cannot use the peer's metadata: {error}") from error
         except Exception as error:
@@ -175,11 +175,11 @@ class NixlTransport(Transport):
                 job.future.set_exception(TransferError(CLOSED))
             elif peer.dropped:
                 job.future.set_exception(PeerGone(f"{peer.name} was dropped"))
-            elif not self._post_now(job):
+            elif not self.post_now(job):
                 self._inbox.put(job)
         return job.future
 
-    def _post_now(self, job: Job) -> bool:
+    def post_now(self, job: Job) -> bool:
         """Post a small read on the caller's thread if no other is in flight.
 
         Demanded lanes need the transport's thread.
@@ -224,10 +224,10 @@ class NixlTransport(Transport):
         """
         for job in self._in_flight:
             job.handle = None
-        if self._agent is not None and self._registration is not None:
+        if self.agent is not None and self._registration is not None:
             with contextlib.suppress(Exception):  # NIXL's own types; destroying the agent deregisters as well
-                self._agent.deregister_memory(self._registration)
-        self._registration = self._agent = None
+                self.agent.deregister_memory(self._registration)
+        self._registration = self.agent = None
 
     # ------------------------------------------------------------------ the thread
 
@@ -299,10 +299,10 @@ class NixlTransport(Transport):
             to = [(own.base + span.local_offset, span.length, own.device) for span in job.spans]
             at = [(theirs.base + span.remote_offset, span.length, theirs.device) for span in job.spans]
             with self._lock:
-                local = self._agent.get_xfer_descs(to, own.kind)
-                remote = self._agent.get_xfer_descs(at, theirs.kind)
-                job.handle = self._agent.initialize_xfer("READ", local, remote, job.peer.name)
-                state: str = self._agent.transfer(job.handle)
+                local = self.agent.get_xfer_descs(to, own.kind)
+                remote = self.agent.get_xfer_descs(at, theirs.kind)
+                job.handle = self.agent.initialize_xfer("READ", local, remote, job.peer.name)
+                state: str = self.agent.transfer(job.handle)
         except Exception as error:
             return PeerGone(f"{job.peer.name}: {error}")
         job.posted_at = time.monotonic()
@@ -311,7 +311,7 @@ class NixlTransport(Transport):
     def _poll(self, lane: Lane, job: Job) -> None:
         try:
             with self._lock:
-                state: str | TransferError = self._agent.check_xfer_state(job.handle)
+                state: str | TransferError = self.agent.check_xfer_state(job.handle)
         except Exception as error:
             state = PeerGone(str(error))
         self._settle(lane, job, state)
@@ -341,7 +341,7 @@ class NixlTransport(Transport):
                 return
             self._remotes = {endpoint: remote for endpoint, remote in self._remotes.items() if remote != name}
             with contextlib.suppress(Exception):  # NIXL's own types: it already noticed that the peer is gone
-                self._agent.remove_remote_agent(name)
+                self.agent.remove_remote_agent(name)
 
     def _end(self, job: Job, state: str | TransferError) -> None:
         """Finish a job with NIXL's state or an error.

@@ -77,8 +77,8 @@ class UcxxTransport(Transport):
         self._stopping = False
         self._selector = selectors.DefaultSelector()
         self._watched: dict[Link, list[tuple[int, int]]] = {}
-        self._borrows: dict[UcxxPeer, BorrowLink] = {}
-        self._lends: set[LendLink] = set()
+        self.borrows: dict[UcxxPeer, BorrowLink] = {}
+        self.lends: set[LendLink] = set()
 
     def register(self, pool: AnyPool) -> bytes:
         """Register a pool in main memory or, where UCX has its CUDA modules, on a GPU."""
@@ -125,7 +125,7 @@ class UcxxTransport(Transport):
             elif peer.dropped:
                 job.future.set_exception(PeerGone(f"{peer.name} was dropped"))
             else:
-                self._do(lambda: self._put(job))
+                self.do(lambda: self._put(job))
         return job.future
 
     def drop(self, peer: Peer) -> None:
@@ -136,7 +136,7 @@ class UcxxTransport(Transport):
                 return
             peer.dropped = True
             del self._peers[peer.packed]
-            self._do(lambda: self._forget(peer))
+            self.do(lambda: self._forget(peer))
 
     def close(self) -> None:
         with self._lock:
@@ -144,13 +144,13 @@ class UcxxTransport(Transport):
             if not self._closed:
                 self._closed = True
                 if started:
-                    self._do(self._stop)
+                    self.do(self._stop)
                 else:
                     os.close(self._wake_fd)
         if started:
             self._thread.join()
 
-    def _do(self, what: Callable[[], None]) -> None:
+    def do(self, what: Callable[[], None]) -> None:
         """Run an action on the thread.
 
         The lock is held, so no action follows `_stop`.
@@ -181,7 +181,7 @@ class UcxxTransport(Transport):
             return
         for link in list(self._watched):
             self._guarded(link, link.progress)
-        for borrow in list(self._borrows.values()):
+        for borrow in list(self.borrows.values()):
             self._guarded(borrow, borrow.advance)
         now = time.monotonic()
         for link in list(self._watched):
@@ -209,7 +209,7 @@ class UcxxTransport(Transport):
             self._unwatch(link)
             link.fail(error)
             if isinstance(link, LendLink):
-                self._lends.discard(link)
+                self.lends.discard(link)
         self._watch(link)
 
     def _watch(self, link: Link) -> None:
@@ -234,13 +234,13 @@ class UcxxTransport(Transport):
             self._selector.unregister(fd)
 
     def _put(self, job: Job) -> None:
-        link = self._borrows.get(job.peer)
+        link = self.borrows.get(job.peer)
         if link is None:
-            link = self._borrows[job.peer] = BorrowLink(self._ucx, self._memory, job.peer, self._strict)
+            link = self.borrows[job.peer] = BorrowLink(self._ucx, self._memory, job.peer, self._strict)
         link.put(job)
 
     def _forget(self, peer: UcxxPeer) -> None:
-        link = self._borrows.pop(peer, None)
+        link = self.borrows.pop(peer, None)
         if link is not None:
             self._unwatch(link)
             link.withdraw()
@@ -251,11 +251,11 @@ class UcxxTransport(Transport):
             connection, _ = self._listener.accept()
         except OSError:  # the client went away before it was accepted, or too many files are open for now
             return
-        if len(self._lends) >= MAX_LEND_LINKS:
+        if len(self.lends) >= MAX_LEND_LINKS:
             connection.close()
             return
         link = LendLink(self._ucx, self._memory, Control(connection, MAX_GREETING_BYTES), self._endpoint)
-        self._lends.add(link)
+        self.lends.add(link)
         self._watch(link)
 
     def _stop(self) -> None:
@@ -268,11 +268,11 @@ class UcxxTransport(Transport):
         for link in list(self._watched):
             self._unwatch(link)
             link.disconnect()
-        for borrow in self._borrows.values():
+        for borrow in self.borrows.values():
             borrow.withdraw()
             borrow.fail(TransferError(CLOSED))
-        self._borrows.clear()
-        self._lends.clear()
+        self.borrows.clear()
+        self.lends.clear()
         self._selector.close()
         self._listener.close()
         os.close(self._wake_fd)

@@ -94,12 +94,13 @@ class BorrowerManager:
         self._looked_at = self._looked_for_silence_at = -math.inf
         self.store = StoreLoans(kv_cache, own, others, post, self._open, self._handle, self._hedge_after_s)
         """Loans from the stores below the pool."""
-        self._loans: dict[str, TakenLoan] = {}
+        self.loans: dict[str, TakenLoan] = {}
+        """Loans that are not over."""
         self._blocks_per_read = max(1, BLOCK_READ_BYTES // self._cached.layout.block_bytes)
 
     @property
     def num_loans(self) -> int:
-        return len(self._loans)
+        return len(self.loans)
 
     @property
     def waits_for_room(self) -> bool:
@@ -109,7 +110,7 @@ class BorrowerManager:
         """
         return any(
             loan.machine.opening and isinstance(loan.source, LenderSource) and loan.source.lender.may_compute
-            for loan in self._loans.values()
+            for loan in self.loans.values()
         )
 
     def take(self, wanted: BorrowRequest[Any]) -> bool:
@@ -118,7 +119,7 @@ class BorrowerManager:
         Returns False without a source; else the owner is told the end.
         """
         loan_id = wanted.sequence.request_id
-        assert loan_id not in self._loans
+        assert loan_id not in self.loans
         return self.store.take_local(wanted) or self._take_from_others(wanted)
 
     def lent(self, loan: TakenLoan, message: Lent) -> None:
@@ -164,15 +165,12 @@ class BorrowerManager:
             source.fetched_end = message.first + len(message.block_ids)
         self._handle(loan, Announced(message.first, message.block_ids, self._split(message.fingerprints)))
 
-    def _look_for_silence(self, now: float) -> None:
+    def look_for_silence(self) -> None:
         """Compute missing blocks here where a lender has been silent for longer than that takes.
 
         Blocks that arrive later are still used, as far as they are ahead. A loan whose reads hang is over.
         """
-        if now - self._looked_for_silence_at < LOOK_EVERY_S:
-            return
-        self._looked_for_silence_at = now
-        for loan in list(self._loans.values()):
+        for loan in list(self.loans.values()):
             source, machine, sequence = loan.source, loan.machine, loan.wanted.sequence
             if not isinstance(source, LenderSource):
                 continue
@@ -187,14 +185,14 @@ class BorrowerManager:
 
     def claim(self, sequence: Chain, num_tokens: int) -> None:
         """Take the blocks of the sequence's first `num_tokens` from its hedged loan: a step computes them."""
-        loan = self._loans[sequence.request_id]
+        loan = self.loans[sequence.request_id]
         end = self._cached.layout.blocks_for(num_tokens)
         loan.wanted.account.hedged_blocks += max(0, min(end, loan.machine.end) - loan.machine.claimed_end)
         self._handle(loan, Claimed(end))
 
     def computed(self, sequence: Chain) -> None:
         """Bind blocks of the sequence's hedged loan that follow those it has computed by now."""
-        self._handle(self._loans[sequence.request_id], ComputedHere(len(sequence.keys)))
+        self._handle(self.loans[sequence.request_id], ComputedHere(len(sequence.keys)))
 
     def _hedge_after_s(self, num_blocks: int) -> float:
         """Return the seconds in which this engine would compute `num_blocks`, by its measured speed."""
@@ -208,7 +206,7 @@ class BorrowerManager:
 
         Afterwards its sequence holds no block that may still be written.
         """
-        if (loan := self._loans.get(loan_id)) is not None:
+        if (loan := self.loans.get(loan_id)) is not None:
             self._handle(loan, Cancelled())
 
     def _read_completed(self, message: ReadCompletion) -> None:
@@ -234,14 +232,16 @@ class BorrowerManager:
         The network path or one rank of the lender is broken then. Posted reads stay quarantined.
         """
         now = self._cached.clock()
-        if not self._loans:
+        if not self.loans:
             return
-        self.store.give_up(self._loans.values(), now)
-        self._look_for_silence(now)
+        self.store.give_up(self.loans.values(), now)
+        if now - self._looked_for_silence_at >= LOOK_EVERY_S:
+            self._looked_for_silence_at = now
+            self.look_for_silence()
         if now - self._looked_at < self._read_silence_s / LOOKS_PER_SILENCE:
             return
         self._looked_at = now
-        for loan in list(self._loans.values()):
+        for loan in list(self.loans.values()):
             block_reads = [each for ranks in loan.block_reads.values() for each in ranks.values()]
             if max((each.stuck_s() for each in block_reads), default=0.0) >= self._read_silence_s:
                 self._handle(loan, Failed(f"no read has ended for {self._read_silence_s:g} s"))
@@ -292,7 +292,7 @@ class BorrowerManager:
     ) -> TakenLoan:
         self._kv_cache.wait_for_loan(wanted.sequence)
         machine = Borrower(first, end, self._blocks_per_read, may_be_part, self._grid)
-        loan = self._loans[wanted.sequence.request_id] = TakenLoan(wanted, machine, source)
+        loan = self.loans[wanted.sequence.request_id] = TakenLoan(wanted, machine, source)
         return loan
 
     # ------------------------------------------------------------------ what a machine says
@@ -357,7 +357,7 @@ class BorrowerManager:
 
     def _close(self, loan: TakenLoan, mismatched: int, failure: str, lost_blocks: bool, cancelled: bool) -> None:
         wanted, account = loan.wanted, loan.wanted.account
-        del self._loans[wanted.sequence.request_id]
+        del self.loans[wanted.sequence.request_id]
         account.mismatched_blocks += mismatched
         if isinstance(loan.source, LenderSource):
             self._cached.counts.num_mismatched += mismatched

@@ -178,7 +178,8 @@ class Loans(Generic[L]):
         read_silence_s: float = math.inf,
     ) -> None:
         """Create them; `make_lender` makes the lender's side beside the borrower's."""
-        self._posted: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.posted: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        """Calls that `turn` will make."""
         self._host = host
         self._kv_cache = kv_cache
         self._network = network
@@ -200,14 +201,14 @@ class Loans(Generic[L]):
 
         From any thread.
         """
-        self._posted.put(call)
+        self.posted.put(call)
         self._host.wake()
 
     def turn(self) -> bool:
         """Process what other threads and other engines sent; return whether there was anything."""
         has_news = self._network.turn()
-        while not self._posted.empty():  # only this method takes from it
-            self._posted.get_nowait()()
+        while not self.posted.empty():  # only this method takes from it
+            self.posted.get_nowait()()
             has_news = True
         return has_news
 

@@ -109,7 +109,8 @@ class LenderLoan:
         assert first >= 0
         self.first = first
         self._end = first
-        self._announced_end = first
+        self.announced_end = first
+        """Position after the last announced block."""
         self._held: dict[int, int] = {}  # chain index -> block
         self._state = _State.QUEUED
 
@@ -152,10 +153,10 @@ class LenderLoan:
     def _announce(self, block_ids: tuple[int, ...], fetched: bool = False) -> list[Action]:
         if not block_ids:
             return []
-        first = self._announced_end
-        self._announced_end += len(block_ids)
-        assert self._announced_end <= self._end
-        self._held.update(zip(range(first, self._announced_end), block_ids, strict=True))
+        first = self.announced_end
+        self.announced_end += len(block_ids)
+        assert self.announced_end <= self._end
+        self._held.update(zip(range(first, self.announced_end), block_ids, strict=True))
         return [Announce(first, block_ids, fetched)]
 
     def _on_released(self, first: int, count: int) -> list[Action]:

@@ -86,7 +86,9 @@ def want_fault(want: Want, block_tokens: int, vocab_size: int) -> str:
 
 
 @dataclass(slots=True)
-class _GivenLoan(Generic[C]):
+class GivenLoan(Generic[C]):
+    """One loan that is not over."""
+
     loan_id: str
     channel: LoanGiven
     request: Want
@@ -127,9 +129,11 @@ class LenderManager(Generic[C]):
         self._cached = kv_cache.cached
         self._borrower_manager = borrowing
         self._limits = limits
-        self._loans: dict[str, _GivenLoan[C]] = {}
+        self.loans: dict[str, GivenLoan[C]] = {}
+        """Loans that are not over."""
         self._by_channel: dict[LoanGiven, str] = {}
-        self._waiting: list[str] = []
+        self.waiting: list[str] = []
+        """Ids of loans that wait for capacity, in their order."""
         self._next_arrival = next_arrival
         self._make_job = make_job
         self._numbers = count(1)
@@ -138,37 +142,37 @@ class LenderManager(Generic[C]):
 
     @property
     def num_loans(self) -> int:
-        return len(self._loans)
+        return len(self.loans)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def jobs(self) -> list[C]:
         """Sequences to compute now for loans."""
-        return [loan.job for loan in self._loans.values() if loan.job is not None and not loan.fetching]
+        return [loan.job for loan in self.loans.values() if loan.job is not None and not loan.fetching]
 
     @property
     def computes(self) -> bool:
         """Whether there are `jobs`."""
-        return any(loan.job is not None and not loan.fetching for loan in self._loans.values())
+        return any(loan.job is not None and not loan.fetching for loan in self.loans.values())
 
     def started_jobs(self) -> list[C]:
         """Sequences of started jobs, including those that are still borrowing."""
-        return [loan.job for loan in self._loans.values() if loan.job is not None]
+        return [loan.job for loan in self.loans.values() if loan.job is not None]
 
     def holdings(self) -> list[list[int]]:
         """Block lists on which the loans hold references."""
-        held = [loan.machine.held_blocks for loan in self._loans.values()]
+        held = [loan.machine.held_blocks for loan in self.loans.values()]
         return held + [job.blocks for job in self.started_jobs()]
 
     def waiting_tokens(self) -> int:
         """Return the number of tokens that queued loans will compute; shared blocks count once."""
         missing: set[BlockKey] = set()
-        for loan_id in self._waiting:
-            keys = self._loans[loan_id].request.keys
+        for loan_id in self.waiting:
+            keys = self.loans[loan_id].request.keys
             missing.update(keys[len(self._cached.pool.match(keys)) :])
-        for loan in self._loans.values():
+        for loan in self.loans.values():
             if loan.job is not None:
                 missing.difference_update(loan.request.keys)
         return len(missing) * self._cached.layout.block_tokens
@@ -181,35 +185,36 @@ class LenderManager(Generic[C]):
         loan_id, first, arrival = f"loan-{next(self._numbers)}", want.first_block, self._next_arrival()
         block_range = self._kv_cache.range_between(want.keys, first, len(want.keys))
         machine, asked_at = LenderLoan(block_range.start), self._cached.clock()
-        loan = _GivenLoan[C](loan_id, channel, want, machine, arrival, asked_at, block_range, block_range.start)
-        self._loans[loan_id], self._by_channel[channel] = loan, loan_id
+        loan = GivenLoan[C](loan_id, channel, want, machine, arrival, asked_at, block_range, block_range.start)
+        self.loans[loan_id], self._by_channel[channel] = loan, loan_id
         if not want.may_compute:
             if not self._try_start(loan):
                 self._forget(loan)
                 channel.refuse("no room in the pool for the cached blocks")
             return
-        self._waiting.append(loan_id)
+        self.waiting.append(loan_id)
         # a stable sort: equal priorities stay in order of arrival
-        self._waiting.sort(key=lambda loan_id: -self._loans[loan_id].request.priority)
+        self.waiting.sort(key=lambda loan_id: -self.loans[loan_id].request.priority)
 
     def release(self, channel: LoanGiven, first: int, num_blocks: int) -> None:
         """Process that a borrower has read blocks."""
-        if (loan := self._of(channel)) is not None:
+        if (loan := self.loan_of(channel)) is not None:
             self._perform(loan.loan_id, lambda machine: machine.handle(Released(first, num_blocks)))
 
     def close(self, channel: LoanGiven) -> None:
         """Process that a borrower, or the connection, ended its loan."""
-        if (loan := self._of(channel)) is not None:
+        if (loan := self.loan_of(channel)) is not None:
             self._perform(loan.loan_id, lambda machine: machine.handle(Closed()))
 
     def end_all(self) -> None:
         """End all loans: this worker was told to stop."""
-        for loan in list(self._loans.values()):
+        for loan in list(self.loans.values()):
             self._lose(loan, TOLD_TO_STOP)
 
-    def _of(self, channel: LoanGiven) -> "_GivenLoan[C] | None":
+    def loan_of(self, channel: LoanGiven) -> GivenLoan[C] | None:
+        """Return the loan of a channel; None where it is over."""
         loan_id = self._by_channel.get(channel)
-        return None if loan_id is None else self._loans.get(loan_id)
+        return None if loan_id is None else self.loans.get(loan_id)
 
     def _refusal(self, want: Want) -> str:
         """Return why a loan cannot be given; empty where it can."""
@@ -225,14 +230,14 @@ class LenderManager(Generic[C]):
             return f"{num_blocks} blocks in a pool of {self._cached.pool.num_blocks}"
         if want.may_compute and self.is_draining:
             return TOLD_TO_STOP
-        if want.may_compute and len(self._waiting) >= limits.max_queued:
-            return f"{len(self._waiting)} loans wait already"
+        if want.may_compute and len(self.waiting) >= limits.max_queued:
+            return f"{len(self.waiting)} loans wait already"
         return ""
 
     def computed(self, job: C, names: Iterable[BlockKey], blocks: Iterable[int]) -> None:
         """Lend the blocks of a job that were computed next."""
         self._announce(job, dict(zip(names, blocks, strict=True)), fetched=False)
-        loan = self._loans.get(job.request_id)
+        loan = self.loans.get(job.request_id)
         if loan is not None and loan.job is not None and loan.job.num_remaining == 0:
             self._end_job(loan)
 
@@ -246,7 +251,7 @@ class LenderManager(Generic[C]):
 
     def loan_over(self, sequence: C, lost_blocks: bool) -> None:
         """Compute the blocks that the job's own loan did not bring."""
-        loan = self._loans[sequence.request_id]
+        loan = self.loans[sequence.request_id]
         loan.fetching = False
         if lost_blocks:
             self._lose(loan, "blocks are quarantined for a silent source and no other blocks are free")
@@ -255,7 +260,7 @@ class LenderManager(Generic[C]):
         elif not loan.request.may_compute:
             self._lose(loan, "blocks of the local store could not be restored")
 
-    def _end_job(self, loan: _GivenLoan[C]) -> None:
+    def _end_job(self, loan: GivenLoan[C]) -> None:
         """End a job that is computed, and the loan with it where a block was not kept that its end needs."""
         if loan.num_announced < len(loan.block_range.names):
             self._lose(loan, "a block of a window or a state was not kept")
@@ -264,20 +269,20 @@ class LenderManager(Generic[C]):
 
     def lose(self, job: Chain, reason: str) -> None:
         """End the loan of a job that cannot be computed."""
-        if (loan := self._loans.get(job.request_id)) is not None and loan.job is job:
+        if (loan := self.loans.get(job.request_id)) is not None and loan.job is job:
             self._lose(loan, reason)
 
-    def _lose(self, loan: _GivenLoan[C], reason: str) -> None:
+    def _lose(self, loan: GivenLoan[C], reason: str) -> None:
         self._perform(loan.loan_id, lambda machine: machine.handle(Lost(reason)))
 
     def _announce(self, job: Chain, blocks: Mapping[BlockKey, int], fetched: bool) -> None:
         """Announce the blocks that come next in the borrower's range; it needs no others."""
-        loan = self._loans[job.request_id]
+        loan = self.loans[job.request_id]
         if announced := self._next_of(loan, blocks):
             loan.num_announced += len(announced)
             self._perform(job.request_id, lambda machine: machine.handle(Computed(announced, fetched)))
 
-    def _next_of(self, loan: _GivenLoan[C], blocks: Mapping[BlockKey, int]) -> tuple[int, ...]:
+    def _next_of(self, loan: GivenLoan[C], blocks: Mapping[BlockKey, int]) -> tuple[int, ...]:
         """Return the blocks among these that come next in the borrower's range."""
         names = islice(loan.block_range.names, loan.num_announced, None)
         return tuple(takewhile(lambda block: block is not None, map(blocks.get, names)))  # type: ignore[arg-type]
@@ -288,16 +293,16 @@ class LenderManager(Generic[C]):
         A loan whose next missing block is being computed for another loan waits for it and lets others pass, so a burst
         of siblings computes the shared blocks once.
         """
-        for loan in [self._loans[loan_id] for loan_id in self._waiting]:
+        for loan in [self.loans[loan_id] for loan_id in self.waiting]:
             if self._waits_for_sibling(loan):
                 continue
             if not self._try_start(loan):
                 return
-            if loan.loan_id in self._waiting:  # otherwise it was lost at once
-                self._waiting.remove(loan.loan_id)
+            if loan.loan_id in self.waiting:  # otherwise it was lost at once
+                self.waiting.remove(loan.loan_id)
 
-    def _waits_for_sibling(self, loan: _GivenLoan[C]) -> bool:
-        computing = [(other.job, other.request.keys) for other in self._loans.values() if other.job is not None]
+    def _waits_for_sibling(self, loan: GivenLoan[C]) -> bool:
+        computing = [(other.job, other.request.keys) for other in self.loans.values() if other.job is not None]
         if not computing:
             return False
         num_cached = len(self._cached.pool.match(loan.request.keys))
@@ -309,11 +314,11 @@ class LenderManager(Generic[C]):
 
     def refuse_queued(self, reason: str) -> None:
         """Refuse all queued loans."""
-        for loan in [self._loans[loan_id] for loan_id in self._waiting]:
+        for loan in [self.loans[loan_id] for loan_id in self.waiting]:
             self._forget(loan)
             loan.channel.refuse(reason)
 
-    def _try_start(self, loan: _GivenLoan[C]) -> bool:
+    def _try_start(self, loan: GivenLoan[C]) -> bool:
         want, width = loan.request, self._cached.layout.block_tokens
         keys = list(want.keys)
         if not want.may_compute:
@@ -362,7 +367,7 @@ class LenderManager(Generic[C]):
         return True
 
     def _perform(self, loan_id: str, handle: Callable[[LenderLoan], list[Action]]) -> None:
-        loan = self._loans.get(loan_id)
+        loan = self.loans.get(loan_id)
         if loan is None:
             return
         for action in handle(loan.machine):
@@ -385,15 +390,15 @@ class LenderManager(Generic[C]):
         if loan.machine.done and not self._forget(loan):
             self._cached.pool.touch(loan.request.keys)
 
-    def _forget(self, loan: _GivenLoan[C]) -> bool:
+    def _forget(self, loan: GivenLoan[C]) -> bool:
         """Forget a loan; return whether it was waiting."""
-        del self._loans[loan.loan_id], self._by_channel[loan.channel]
-        if loan.loan_id not in self._waiting:
+        del self.loans[loan.loan_id], self._by_channel[loan.channel]
+        if loan.loan_id not in self.waiting:
             return False
-        self._waiting.remove(loan.loan_id)
+        self.waiting.remove(loan.loan_id)
         return True
 
-    def _stop_job(self, loan: _GivenLoan[C]) -> None:
+    def _stop_job(self, loan: GivenLoan[C]) -> None:
         if loan.job is not None:
             self._borrower_manager.cancel(loan.job.request_id)
             self._kv_cache.finish(loan.job)

@@ -50,8 +50,8 @@ class StoreSource(LoanSource):
         self.below = below
         self.is_local = below.store.is_local
         self.name = "the local store" if self.is_local else "the shared store"
-        self._store = below.store
-        self._keys = keys
+        self.store = below.store
+        self.keys = keys
         self._first = first
         self._write_block = write_block
         self._copies = RankCopies(own, others, progress)
@@ -73,7 +73,7 @@ class StoreSource(LoanSource):
 
     def look_up(self, on_found: Callable[[int], object]) -> None:
         """Ask the store how many leading blocks it has; the callback comes on any thread."""
-        self._store.find(self._keys, on_found)
+        self.store.find(self.keys, on_found)
 
     def start(self, num_blocks: int) -> None:
         """Fetch the first `num_blocks`."""
@@ -83,12 +83,12 @@ class StoreSource(LoanSource):
     def arrived(self, first: int, fetched: Fetched) -> Iterator[Announced]:
         """Take a fetch in; yield what to announce next, in order."""
         if self._closed:
-            self._store.give_back(fetched)
+            self.store.give_back(fetched)
             return
         self._fetched[first - self._first] = fetched
         while (batch := self._fetched.get(self._next_announced)) is not None and self.shortened is None:
             at, count = self._next_announced, len(batch.contents)
-            self._next_announced = min(at + self._store.blocks_per_fetch, self._end)
+            self._next_announced = min(at + self.store.blocks_per_fetch, self._end)
             if batch.failure:
                 self.shortened = self._first + at + count, batch.failure
             if count:
@@ -98,7 +98,7 @@ class StoreSource(LoanSource):
     def start_read(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
         def read(block_ids: Sequence[int], blocks: Sequence[int]) -> "list[Future[None]]":
             contents = [self._content(index) for index in block_ids]
-            copying = self._store.run(partial(_copy, self._write_block, blocks, contents))
+            copying = self.store.run(partial(_copy, self._write_block, blocks, contents))
             self._progress.follow(copying)
             return [copying]
 
@@ -111,29 +111,29 @@ class StoreSource(LoanSource):
             self._unread[at] -= 1
             if not self._unread[at]:
                 del self._unread[at]
-                self._store.give_back(self._fetched.pop(at))
+                self.store.give_back(self._fetched.pop(at))
         self._fetch_ahead()
 
     def spoiled(self, key: BlockKey) -> None:
-        self._store.refuse(key)
+        self.store.refuse(key)
 
     def close(self) -> None:
         self._closed = True
         fetched, self._fetched = self._fetched, {}
         for each in fetched.values():
-            self._store.give_back(each)
+            self.store.give_back(each)
 
     def _fetch_ahead(self) -> None:
-        width = self._store.blocks_per_fetch
+        width = self.store.blocks_per_fetch
         while self._next_fetch < min(self._end, self._next_announced + FETCHES_AHEAD * width):
             at = self._next_fetch
             self._next_fetch = min(at + width, self._end)
             on_fetched = partial(self._on_fetched, self._first + at)
-            self._store.fetch(self._keys[at : self._next_fetch], on_fetched)
+            self.store.fetch(self.keys[at : self._next_fetch], on_fetched)
 
     def _fetch_of(self, index: int) -> int:
         """Return the first block of the fetch with block `index`."""
-        return index - index % self._store.blocks_per_fetch
+        return index - index % self.store.blocks_per_fetch
 
     def _content(self, index: int) -> NDArray[np.uint8]:
         at = self._fetch_of(index)

@@ -176,7 +176,7 @@ class Fetcher:
                 resolver=aiohttp.ThreadedResolver(),
                 use_dns_cache=False,
                 force_close=True,
-                socket_factory=self._socket_for,
+                socket_factory=self.socket_for,
                 limit=0,
             )
             self._session = aiohttp.ClientSession(
@@ -189,7 +189,7 @@ class Fetcher:
             )
         return self._session
 
-    def _socket_for(self, address_info: Any) -> socket.socket:
+    def socket_for(self, address_info: Any) -> socket.socket:
         """Return a socket for an address. Raises _NotPublic where it must not be connected to."""
         family, kind, protocol, _, address = address_info
         if not self._may_connect(str(address[0])):

@@ -53,14 +53,15 @@ class RedisUsage(UsageLedger):
         while self._unwritten:
             oldest = self._unwritten[0]
             try:
-                await self._write(oldest)
+                await self.write(oldest)
             except RedisFailure as error:
                 log.warning("%d entries of usage wait for Redis: %s", len(self._unwritten), error)
                 return
             if self._unwritten and self._unwritten[0] is oldest:
                 self._unwritten.popleft()
 
-    async def _write(self, entry: UsageEntry) -> None:
+    async def write(self, entry: UsageEntry) -> None:
+        """Write an entry, which counts once however often it is written. Raises RedisFailure."""
         line = entry.to_line().decode().rstrip()
         mark = f"{self._prefix}:seen:{entry.request_id}:{entry.at!r}"
         keys = [self._prefix, f"{self._prefix}:{entry.day}", mark]

@@ -84,7 +84,7 @@ class TandemConnector(MemoryConnector):
         _log_like_vllm()
         self.offered = Offered()
         self._settings = ConnectorSettings.read(self._kv_transfer_config.kv_connector_extra_config)
-        self._half: SchedulerHalf | None = None
+        self.half: SchedulerHalf | None = None
         self._lock = threading.RLock()
         if role is KVConnectorRole.SCHEDULER:
             check_version(vllm.__version__)
@@ -110,42 +110,42 @@ class TandemConnector(MemoryConnector):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Connect to all ranks, and begin to borrow and to lend. Raises StartError."""
-        self._half = self._engine.start(self._kv_cache_manager, metadata, self._lock)
+        self.half = self._engine.start(self._kv_cache_manager, metadata, self._lock)
 
     def on_new_request(self, request: Any) -> None:
-        if self._half is not None:
+        if self.half is not None:
             with self._lock:
-                self._half.on_new_request(request)
+                self.half.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return None while the request borrows, so that vLLM skips it; then that nothing is left to load."""
-        if self._half is None:
+        if self.half is None:
             return 0, False
         with self._lock:
-            return (0 if self._half.may_schedule(request, num_computed_tokens) else None), False
+            return (0 if self.half.may_schedule(request, num_computed_tokens) else None), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if self._half is not None:
+        if self.half is not None:
             with self._lock:
-                self._half.allocated(request)
+                self.half.allocated(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        if self._half is not None:
+        if self.half is not None:
             with self._lock:
-                self._half.scheduled(scheduler_output.total_num_scheduled_tokens)
+                self.half.scheduled(scheduler_output.total_num_scheduled_tokens)
         return super().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if self._half is not None:
+        if self.half is not None:
             with self._lock:
-                self._half.step_ended()
+                self.half.step_ended()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if self._half is None:
+        if self.half is None:
             return False, None
         with self._lock:
-            return False, self._half.finished(request)
+            return False, self.half.finished(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -153,16 +153,16 @@ class TandemConnector(MemoryConnector):
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool | None:
-        if self._half is not None:
+        if self.half is not None:
             with self._lock:
-                self._half.reset()
+                self.half.reset()
         return True
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self._half is None:
+        if self.half is None:
             return None
         with self._lock:
-            return self._half.counters.take()
+            return self.half.counters.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -176,7 +176,7 @@ class TandemConnector(MemoryConnector):
 
     def shutdown(self) -> None:
         """End all loans."""
-        if self._half is not None:
+        if self.half is not None:
             self._engine.close()
 
 

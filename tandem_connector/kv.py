@@ -154,7 +154,7 @@ class ConnectorKv(VllmKVCache):
         self.hashes = hashes
         hashes.bound(self._names_a_block, KEYS_PER_BLOCK * self.pool.num_ids)
         self._manager = manager
-        self._hashed: set[int] = set()
+        self.fingerprinted: set[int] = set()
         """Blocks whose fingerprint was taken since they were named."""
 
     def _names_a_block(self, key: BlockKey) -> bool:
@@ -199,7 +199,7 @@ class ConnectorKv(VllmKVCache):
         new = list[int]()
         for place in sorted(places, key=lambda place: place.of):
             if self.pool.filled(place):
-                self._hashed.discard(place.block)
+                self.fingerprinted.discard(place.block)
             if self.pool.is_filled(place.block, place.key):
                 new.append(place.block)
         return end, new
@@ -208,17 +208,17 @@ class ConnectorKv(VllmKVCache):
 
     def unhashed(self, blocks: Sequence[int]) -> list[int]:
         """Return those of named blocks whose fingerprint is not known."""
-        return [block for block in blocks if block not in self._hashed]
+        return [block for block in blocks if block not in self.fingerprinted]
 
     def hashed(self, blocks: Sequence[int], fingerprints: Any) -> None:
         """Record the fingerprints of blocks that were held meanwhile, [blocks, KV heads]."""
         self.cached.set_fingerprints(blocks, fingerprints)
-        self._hashed.update(blocks)
+        self.fingerprinted.update(blocks)
 
     def bind(self, sequence: Chain, keys: Sequence[BlockKey], fingerprints: Sequence[bytes]) -> None:
         first = len(sequence.keys)
         super().bind(sequence, keys, fingerprints)
-        self._hashed.update(sequence.blocks[first : first + len(keys)])
+        self.fingerprinted.update(sequence.blocks[first : first + len(keys)])
 
     def empty_fingerprints(self) -> Any:
         return np.empty((0, self.layout.kv_heads), np.uint64)

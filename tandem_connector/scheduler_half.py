@@ -62,10 +62,10 @@ class SchedulerHalf:
         self._facts = facts
         self._lends = facts.lends
         self._wake, self._clock = wake, clock
-        self._requests: dict[str, Tracked] = {}
-        self._waiting: dict[str, None] = {}
+        self.requests: dict[str, Tracked] = {}
+        self.waiting: dict[str, None] = {}
         """Requests to which vLLM has given no blocks yet."""
-        self._prefilling: dict[str, Tracked] = {}
+        self.prefilling: dict[str, Tracked] = {}
         """Running requests whose prompt is not computed."""
         self._refused: dict[str, None] = {}
         """Requests that may run and had no room in the step that is being scheduled."""
@@ -111,12 +111,12 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Any) -> None:
         names = self._naming.of(request) if request.pooling_params is None else None
-        self._requests[request.request_id] = Tracked(request, names)
-        self._waiting[request.request_id] = None
+        self.requests[request.request_id] = Tracked(request, names)
+        self.waiting[request.request_id] = None
 
     def may_schedule(self, request: Any, num_cached: int) -> bool:
         """Return whether vLLM may schedule a request, of which it has `num_cached` tokens in its cache."""
-        tracked = self._requests.get(request.request_id)
+        tracked = self.requests.get(request.request_id)
         if tracked is not None and not self._has_stopped and not self.borrowings.may_schedule(tracked, num_cached):
             return False
         self._refused[request.request_id] = None
@@ -126,12 +126,12 @@ class SchedulerHalf:
         """Process that vLLM has given a request its blocks."""
         request_id = request.request_id
         self._refused.pop(request_id, None)
-        self._waiting.pop(request_id, None)
-        if (tracked := self._requests.get(request_id)) is None:
+        self.waiting.pop(request_id, None)
+        if (tracked := self.requests.get(request_id)) is None:
             return
         if tracked.names is not None and self._lends:
             tracked.num_named = 0
-            self._prefilling[request_id] = tracked
+            self.prefilling[request_id] = tracked
             self._admitted.append(tracked)
         self.borrowings.allocated(tracked)
 
@@ -151,21 +151,21 @@ class SchedulerHalf:
 
     def step_ended(self) -> None:
         """Name the blocks that the prompts of running requests have filled."""
-        for request_id, tracked in list(self._prefilling.items()):
+        for request_id, tracked in list(self.prefilling.items()):
             request = tracked.request
             computed = request.num_computed_tokens - request.num_in_flight_tokens
             self._name(tracked, computed)
             if computed >= request.num_prompt_tokens:
-                del self._prefilling[request_id]
+                del self.prefilling[request_id]
         self._look()
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Process that a request is over, and still has its blocks; return the `kv_transfer_params` of its answer."""
         request_id = request.request_id
         self._refused.pop(request_id, None)
-        self._waiting.pop(request_id, None)
-        self._prefilling.pop(request_id, None)
-        if (tracked := self._requests.pop(request_id, None)) is None:
+        self.waiting.pop(request_id, None)
+        self.prefilling.pop(request_id, None)
+        if (tracked := self.requests.pop(request_id, None)) is None:
             return None
         answer: dict[str, Any] = {}
         if tracked.names is not None and self._lends:
@@ -223,10 +223,10 @@ class SchedulerHalf:
             self._wake()
 
     def _num_waiting(self) -> int:
-        return len(self._waiting) + len(self._prefilling)
+        return len(self.waiting) + len(self.prefilling)
 
     def _is_running(self) -> bool:
-        return any(tracked.request.status == RequestStatus.RUNNING for tracked in self._requests.values())
+        return any(tracked.request.status == RequestStatus.RUNNING for tracked in self.requests.values())
 
     def _next_arrival(self) -> int:
         self._arrivals += 1

@@ -160,9 +160,9 @@ class WorkerRuntime:
         self.address = address
         self.addresses = Addresses(address, metrics=metrics.address, start=str(context.start))
         self._metrics = metrics
-        self._context = context
+        self.context = context
         self._server = server
-        self._stream_server = stream_server
+        self.stream_server = stream_server
         self._discovery = discovery
         self._leaving = leaving
         config = context.config
@@ -186,35 +186,35 @@ class WorkerRuntime:
 
     def ready(self) -> bool:
         """Whether routers may send work: a router is joined, the engine's loop runs, and no role switch is going on."""
-        context = self._context
+        context = self.context
         joined = self._memberships.num_joined > 0 and not context.requests.draining
         return joined and context.engine.silent_s < SILENT_S
 
     @property
     def role(self) -> Role:
-        return self._context.roles.role
+        return self.context.roles.role
 
     async def switch(self, role: Role) -> int:
         """Switch to `role`; return the number of requests handed over.
 
         Raises ServiceError.
         """
-        return await self._context.roles.to(role)
+        return await self.context.roles.to(role)
 
     async def failed(self) -> TandemError:
         """Return the error when the engine died, or a router refuses this worker for good."""
-        return await first_of(self._context.engine.failed(), self._memberships.failed())
+        return await first_of(self.context.engine.failed(), self._memberships.failed())
 
     async def stop_requested(self) -> None:
         """Return when a stop was requested, of this worker or of another one of its data-parallel group."""
-        await first_of(self._leaving.told.wait(), self._context.engine.group_drains.wait())
+        await first_of(self._leaving.told.wait(), self.context.engine.group_drains.wait())
 
     async def drain(self) -> None:
         """Refuse new work, finish work for `drain_s`, hand over the rest, and stay readable while blocks are read.
 
         The whole data-parallel group drains. Until all of it is empty, its ranks need this one's steps.
         """
-        engine, config = self._context.engine, self._context.config
+        engine, config = self.context.engine, self.context.config
         self._leaving.begin()
         if config.group:
             engine.send(DrainGroup(is_empty=False))
@@ -226,29 +226,29 @@ class WorkerRuntime:
 
     async def _empty(self) -> int:
         """Drain without leaving; return the number of requests handed over."""
-        requests, loans = self._context.requests, self._context.loans
+        requests, loans = self.context.requests, self.context.loans
         requests.begin()
         loans.begin()
         self._memberships.report_draining()
-        return await empty(requests, loans, self._context.config.drain_s)
+        return await empty(requests, loans, self.context.config.drain_s)
 
     def _resume(self) -> bool:
         """Accept work again; return False when a stop was requested."""
         if self._leaving.told.is_set():
             return False
-        self._context.requests.resume()
-        self._context.loans.resume()
+        self.context.requests.resume()
+        self.context.loans.resume()
         return True
 
     async def stop(self) -> None:
         await self._memberships.leave()
         await self._discovery.close()
-        self._stream_server.close()
+        self.stream_server.close()
         await self._server.stop(grace_s=0.5)
-        await self._context.roles.switches.close()
+        await self.context.roles.switches.close()
         await self._metrics.close()
-        await self._context.engine.stop()
-        await self._context.fetches.close()  # after the engine, which may want items until then
+        await self.context.engine.stop()
+        await self.context.fetches.close()  # after the engine, which may want items until then
 
 
 class StopRequest:

@@ -191,7 +191,7 @@ class Mux:
         """Frames with parts that this side has sent and the peer has given no credit for."""
         self.is_held = False
         """Whether messages of channels wait for this side, as in a drill that delays them."""
-        self._peer_window = 0
+        self.peer_window = 0
         """Frames that the peer takes without credit; 0 while it has not said that it gives any."""
         self._partial = bytearray()
         self._needed = _HEAD.size
@@ -297,7 +297,7 @@ class Mux:
     @property
     def _can_send(self) -> bool:
         """Whether the next frame may have parts."""
-        has_credit = not self._peer_window or self._num_without_credit < self._peer_window
+        has_credit = not self.peer_window or self._num_without_credit < self.peer_window
         return bool(self._ready) and has_credit and not self.is_held
 
     def _add_parts(self, frame: pb.Frame) -> None:
@@ -397,7 +397,7 @@ class Mux:
 
     def _on_frame(self, frame: pb.Frame) -> None:
         if frame.window:
-            self._peer_window = frame.window
+            self.peer_window = frame.window
         if frame.credit:
             self._num_without_credit = max(0, self._num_without_credit - frame.credit)
             if self._ready:
@@ -408,7 +408,7 @@ class Mux:
                 return
         if frame.cancelled or frame.paused or frame.resumed:
             self._on_control(frame)
-        if frame.parts and self._peer_window:  # a peer of an earlier version, which gives no credit, reads none
+        if frame.parts and self.peer_window:  # a peer of an earlier version, which gives no credit, reads none
             self._leaving.credit += 1
             if self._has_control:
                 self._wants()

@@ -53,7 +53,7 @@ class MuxStream(asyncio.Protocol):
         self.ended: ServiceError | None = None
         """Reason of the end; None while the connection is open."""
         self._delay_s = delay_s
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._heard_at = loop_time()
         self._has_written = False
         """Whether anything was sent since the last look at the peer."""
@@ -80,7 +80,7 @@ class MuxStream(asyncio.Protocol):
     @property
     def is_connected(self) -> bool:
         """Whether the connection was established."""
-        return self._transport is not None
+        return self.transport is not None
 
     async def drained(self) -> None:
         """Return when the peer reads, or the connection has ended."""
@@ -94,11 +94,11 @@ class MuxStream(asyncio.Protocol):
             self.mux.end(b"" if error is None else to_proto(error).SerializeToString())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
         if self.ended is not None:  # while TLS was being agreed on
-            self._transport.abort()
+            self.transport.abort()
             return
-        self._transport.set_write_buffer_limits(MAX_UNSENT_BYTES)
+        self.transport.set_write_buffer_limits(MAX_UNSENT_BYTES)
         self._heard_at = loop_time()
         self._beats = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
         self._wants_write()
@@ -131,7 +131,7 @@ class MuxStream(asyncio.Protocol):
 
     def _wants_write(self) -> None:
         """Have all that this turn of the loop brings sent together."""
-        if self._writing is None and self._transport is not None and self._room is None and self.ended is None:
+        if self._writing is None and self.transport is not None and self._room is None and self.ended is None:
             self._writing = asyncio.get_running_loop().call_soon(self._write_turn)
 
     def _write_turn(self) -> None:
@@ -152,9 +152,9 @@ class MuxStream(asyncio.Protocol):
             while num_bytes < MAX_UNSENT_BYTES and (frame := self.mux.take()):
                 frames.append(frame)
                 num_bytes += len(frame)
-            if frames and self._transport is not None and not self._transport.is_closing():
+            if frames and self.transport is not None and not self.transport.is_closing():
                 self._has_written = True
-                self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
+                self.transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
 
     def _beat(self) -> None:
         if loop_time() - self._heard_at > SILENT_S:
@@ -169,8 +169,8 @@ class MuxStream(asyncio.Protocol):
         """End the connection on this side only."""
         if self.ended is None:
             self.ended = reason
-            if is_lost and self._transport is not None:
-                self._transport.abort()
+            if is_lost and self.transport is not None:
+                self.transport.abort()
             self.mux.lost(to_proto(reason).SerializeToString())
 
     def _over(self, reason: bytes) -> None:
@@ -180,11 +180,11 @@ class MuxStream(asyncio.Protocol):
         for timer in (self._beats, self._delay, self._writing):
             if timer is not None:
                 timer.cancel()
-        if self._transport is not None and not self._transport.is_closing():
+        if self.transport is not None and not self.transport.is_closing():
             is_read = self._room is None
             self._write()
             # What was sent before is still delivered, unless nobody reads it.
-            (self._transport.close if is_read else self._transport.abort)()
+            (self.transport.close if is_read else self.transport.abort)()
         self.resume_writing()
         self.on_channel = _unexpected
         for call in self.on_end:
@@ -218,7 +218,7 @@ class MuxServer:
         self._credentials = credentials
         self._delay_s = delay_s
         self._server: asyncio.Server | None = None
-        self._streams: set[MuxStream] = set()
+        self.streams: set[MuxStream] = set()
 
     async def start(self, host: str, port: int, setting: str) -> int:
         """Listen and return the port; 0 lets the system choose.
@@ -228,7 +228,7 @@ class MuxServer:
         context = None if self._credentials is None else self._credentials.for_http()
         try:
             self._server = await asyncio.get_running_loop().create_server(
-                self._connected, host.strip("[]"), port, ssl=context
+                self.connected, host.strip("[]"), port, ssl=context
             )
         except OSError as error:
             reason = f"cannot listen on {host}:{port}: {bind_reason(host, port)}"
@@ -240,10 +240,11 @@ class MuxServer:
         """End all connections and stop listening."""
         if self._server is not None:
             self._server.close()
-        for stream in tuple(self._streams):
+        for stream in tuple(self.streams):
             stream.end()
 
-    def _connected(self) -> MuxStream:
+    def connected(self) -> MuxStream:
+        """Return this side of a new connection."""
         stream = MuxStream(delay_s=self._delay_s)
         timer = asyncio.get_running_loop().call_later(
             OPEN_S, stream.end, InvalidRequest("frame", f"did not come within {OPEN_S:g} s")
@@ -255,9 +256,9 @@ class MuxServer:
 
         def ended(_: ServiceError) -> None:
             timer.cancel()
-            self._streams.discard(stream)
+            self.streams.discard(stream)
 
         stream.mux.on_opened = opened
         stream.on_end.append(ended)
-        self._streams.add(stream)
+        self.streams.add(stream)
         return stream

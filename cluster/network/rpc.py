@@ -29,19 +29,19 @@ MAX_METADATA_BYTES = 16 << 10
 IDLE_CHANNEL_S = 300.0
 """Seconds after which an unused channel closes; longer than the pauses of a worker in use."""
 
-_KEEPALIVE: list[tuple[str, int]] = [
+KEEPALIVE: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 # A server whose limits are stricter than its clients' pings closes quiet streams with too_many_pings.
-_ALLOW_PINGS: list[tuple[str, int]] = [
+ALLOW_PINGS: list[tuple[str, int]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.http2.max_ping_strikes", 0),
 ]
 # All of gRPC's limits that can end a call are listed in docs/design/admission.md.
-_SIZES: list[tuple[str, int]] = [
+SIZES: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # With only one of the two limits gRPC refuses at random between them.
@@ -60,7 +60,7 @@ MAX_UNACCEPTED_S = 86_400
 
 By default 30, which calls wait at a server that stands still again and again. A day is longer than any call waits: its
 deadline or its client ends it, or the server accepts it and answers with a typed error."""
-_PENDING: list[tuple[str, int]] = [
+PENDING: list[tuple[str, int]] = [
     ("grpc.server_max_unrequested_time_in_server", MAX_UNACCEPTED_S),
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
@@ -103,7 +103,7 @@ class Server:
         members reach an `is_public` server.
         """
         # Without so_reuseport=0 a second process would silently share a port in use.
-        options = dict([*_KEEPALIVE, *_ALLOW_PINGS, *_SIZES, *_PENDING, ("grpc.so_reuseport", 0)])
+        options = dict([*KEEPALIVE, *ALLOW_PINGS, *SIZES, *PENDING, ("grpc.so_reuseport", 0)])
         options["grpc.max_receive_message_length"] = max_message_bytes
         if is_public:
             options["grpc.http2.max_ping_strikes"] = PUBLIC_PING_STRIKES
@@ -146,7 +146,7 @@ class Server:
         """
         if settings.health_port is None:
             return
-        server = grpc.aio.server(options=[*_ALLOW_PINGS, *_SIZES, ("grpc.so_reuseport", 0)])
+        server = grpc.aio.server(options=[*ALLOW_PINGS, *SIZES, ("grpc.so_reuseport", 0)])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         address = f"{host}:{settings.health_port}"
         try:
@@ -277,8 +277,8 @@ def channel(
     address: str, trust: TlsIdentity | None = None, max_sent_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Channel:
     """Create a channel to a process of the cluster; in clear text without `trust`."""
-    sizes = dict(_SIZES) | {"grpc.max_send_message_length": max_sent_bytes}
-    options: list[tuple[str, int | str]] = [*_KEEPALIVE, *sizes.items()]
+    sizes = dict(SIZES) | {"grpc.max_send_message_length": max_sent_bytes}
+    options: list[tuple[str, int | str]] = [*KEEPALIVE, *sizes.items()]
     options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2_000)]
     if trust is None:
         return grpc.aio.insecure_channel(address, options=options)

@@ -92,8 +92,8 @@ def max_wait_steps(budget: StepBudget, num_blocks: int, block_tokens: int) -> in
 class EngineCore(LoanHost):
     """The engine without threads and sockets."""
 
-    _requests: RequestManager
-    _kv_cache: KVCacheManager
+    requests: RequestManager
+    kv_cache: KVCacheManager
     _reports: LoadReporter
 
     def __init__(
@@ -126,17 +126,17 @@ class EngineCore(LoanHost):
         )
         self._serve(RequestManager(self._table_parts(), runner.copy_block))
         self.uniform_decode = UniformDecode(
-            self._kv_cache, self._requests, self._lender_manager, self._reports, limits.budget, self._take_arrivals
+            self.kv_cache, self.requests, self.lender_manager, self._reports, limits.budget, self._take_arrivals
         )
 
     @property
     def busy(self) -> bool:
         """Whether there is something to compute and no step runs, so the loop should not wait for messages."""
-        return not self._kv_cache.in_step and bool(self._runnable() or self._requests.running_set.forkable)
+        return not self.kv_cache.in_step and bool(self.runnable() or self.requests.running_set.forkable)
 
     @property
     def idle(self) -> bool:
-        return not (self._kv_cache.in_step or self._requests.num_requests or self._lender_manager.num_loans)
+        return not (self.kv_cache.in_step or self.requests.num_requests or self.lender_manager.num_loans)
 
     def step(self) -> bool:
         """Compute one batch and report.
@@ -155,24 +155,24 @@ class EngineCore(LoanHost):
         Until `end_step`, messages may be handled while the runner executes the batch. Whatever they end, no other
         sequence gets a block that the batch writes into.
         """
-        if not self._requests.num_requests and not self._lender_manager.num_loans:
+        if not self.requests.num_requests and not self.lender_manager.num_loans:
             return []
-        self._requests.running_set.begin_step()
-        self._requests.part()
-        self._loans.start_queued()
+        self.requests.running_set.begin_step()
+        self.requests.part()
+        self.loans.start_queued()
         batch = self._batch_with_room()
-        self._requests.finish_filled()
-        now = self._cached.clock()
+        self.requests.finish_filled()
+        now = self.cached.clock()
         self._reports.step_began(now)
         for chunk in batch:
             sequence = chunk.sequence
             if sequence.hedged:
-                self._borrower_manager.claim(sequence, chunk.end)
-            self._kv_cache.grow(sequence, chunk.end)
+                self.borrower_manager.claim(sequence, chunk.end)
+            self.kv_cache.grow(sequence, chunk.end)
             # loan ids are separate and may equal a request's id; decoding sequences were recorded before
             if sequence.sampling is not None and not sequence.decoding:
-                self._requests.computing(sequence, now)
-        self._kv_cache.begin_step(chunk.sequence for chunk in batch)
+                self.requests.computing(sequence, now)
+        self.kv_cache.begin_step(chunk.sequence for chunk in batch)
         return batch
 
     def end_step(self, batch: list[Chunk], sampled: list[SampleResult]) -> None:
@@ -181,32 +181,32 @@ class EngineCore(LoanHost):
         seconds = self._reports.step_ended()
         if prompts:
             self._reports.changed = True
-            self._cached.speeds.computed(sum(chunk.count for chunk in prompts), seconds)
-        over = set(self._kv_cache.lingering)
-        self._kv_cache.end_step()
+            self.cached.speeds.computed(sum(chunk.count for chunk in prompts), seconds)
+        over = set(self.kv_cache.lingering)
+        self.kv_cache.end_step()
         tokens = iter(sampled)
-        num_requests = self._requests.num_requests
+        num_requests = self.requests.num_requests
         results = [(chunk, next(tokens) if chunk.answers else None) for chunk in batch]
         if prompts:  # first tokens leave first: clients wait for them more than for the next token of a stream
             results.sort(key=lambda result: result[0].sequence.decoding)
         for chunk, token in results:
             sequence = chunk.sequence
-            if sequence in over or (sequence.sampling is not None and not self._requests.has(sequence)):
+            if sequence in over or (sequence.sampling is not None and not self.requests.has(sequence)):
                 continue  # cancelled meanwhile, or another choice of the request failed just now
-            full = self._kv_cache.advance(sequence, chunk.count)
+            full = self.kv_cache.advance(sequence, chunk.count)
             if sequence.hedged:
-                self._borrower_manager.computed(sequence)
+                self.borrower_manager.computed(sequence)
             if sequence.sampling is None:
-                self._lender_manager.computed(sequence, sequence.keys[len(sequence.keys) - len(full) :], full)
+                self.lender_manager.computed(sequence, sequence.keys[len(sequence.keys) - len(full) :], full)
             elif token is not None:
-                self._requests.computed(sequence, token, chunk.samples)
-        self._requests.send_tokens()
-        self._requests.part()
+                self.requests.computed(sequence, token, chunk.samples)
+        self.requests.send_tokens()
+        self.requests.part()
         # use the blocks that the batch gave back: the loop may sleep before the next step
-        self._requests.running_set.restart()
-        self._requests.finish_filled()
-        self._reports.changed |= self._requests.num_requests != num_requests
-        self._loans.start_queued()
+        self.requests.running_set.restart()
+        self.requests.finish_filled()
+        self._reports.changed |= self.requests.num_requests != num_requests
+        self.loans.start_queued()
 
     # ------------------------------------------------------------------ the loop's parts
 
@@ -214,7 +214,7 @@ class EngineCore(LoanHost):
         return join_endpoints(ranks)
 
     def _own_claims(self) -> list[Sequence[int]]:
-        return [sequence.blocks for sequence in self._kv_cache.lingering]
+        return [sequence.blocks for sequence in self.kv_cache.lingering]
 
     def _set_budget(self, budget: StepBudget) -> None:
         super()._set_budget(budget)
@@ -223,11 +223,12 @@ class EngineCore(LoanHost):
     def _batch_with_room(self) -> list[Chunk]:
         """Return the next batch with reservations for all its blocks, preempting requests until they fit."""
         while True:
-            batch = schedule(self._runnable(), self._limits.budget)
-            if self._requests.adopt(batch):
+            batch = schedule(self.runnable(), self._limits.budget)
+            if self.requests.adopt(batch):
                 continue
-            if self._requests.running_set.make_room(batch):
+            if self.requests.running_set.make_room(batch):
                 return batch
 
-    def _runnable(self) -> list[EngineSequence]:
-        return self._requests.running_set.running + self._lender_manager.jobs()
+    def runnable(self) -> list[EngineSequence]:
+        """Return the sequences that the next step may compute."""
+        return self.requests.running_set.running + self.lender_manager.jobs()

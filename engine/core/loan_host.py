@@ -85,7 +85,7 @@ class EngineParts:
 class LoanHost(ABC):
     """An engine core without its steps."""
 
-    _requests: RequestTable[Any]
+    requests: RequestTable[Any]
 
     def __init__(
         self,
@@ -103,37 +103,38 @@ class LoanHost(ABC):
         """
         self._transport_name = parts.transport.name if parts.transport is not None else parts.others[0].transport
         self._parts, self._limits, self._emit = parts, parts.limits, parts.emit
-        self._info, self._pool, self._own, self._blocks = info, pool, own, blocks
-        self._kv_cache = kv_cache
-        self._cached = kv_cache.cached
+        self._info, self._pool, self.own_rank, self._blocks = info, pool, own, blocks
+        self.kv_cache = kv_cache
+        self.cached = kv_cache.cached
         self._arrivals = 0
-        self._model_fingerprint = self._cached.layout.fingerprint(info.weights_fingerprint)
+        self.model_fingerprint = self.cached.layout.fingerprint(info.weights_fingerprint)
+        """Fingerprint of weights, layout and dtype, from which the roots of chains are made."""
         lending = LenderLimits(
             parts.limits.max_queued_loans, info.vocab_size, info.adapter_fingerprints, info.reads_media
         )
-        self._loans = Loans[LenderManager[EngineSequence]](
+        self.loans = Loans[LenderManager[EngineSequence]](
             kv_cache,
             Ranks(own, parts.others, parts.grid),
             self._transport_name,
             parts.network,
             HostCalls(
                 self._next_arrival,
-                lambda: self._requests.running_set.short,
+                lambda: self.requests.running_set.short,
                 lambda mark: self._reports.saw(mark),
                 parts.wake,
             ),
             lambda borrower: LenderManager(kv_cache, borrower, lending, self._next_arrival, EngineSequence),
             parts.limits.read_silence_s,
         )
-        self._borrower_manager, self._lender_manager = self._loans.borrower, self._loans.lender
-        self._cache_queries = CacheQueries(kv_cache.cached, self._model_fingerprint, self._emit, self._loans.post)
+        self.borrower_manager, self.lender_manager = self.loans.borrower, self.loans.lender
+        self._cache_queries = CacheQueries(kv_cache.cached, self.model_fingerprint, self._emit, self.loans.post)
 
     def _table_parts(self) -> TableParts:
         """Return the parts that the engine's requests use."""
         return TableParts(
-            self._kv_cache,
-            self._borrower_manager,
-            self._model_fingerprint,
+            self.kv_cache,
+            self.borrower_manager,
+            self.model_fingerprint,
             self._info,
             self._emit,
             self._next_arrival,
@@ -144,81 +145,76 @@ class LoanHost(ABC):
         """Take the engine's requests and report on them."""
         limits = self._limits
         times = ReportSchedule(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
-        self._requests = requests
-        self._reports = LoadReporter(self._kv_cache, requests, self._lender_manager, times, self._emit, drafts)
+        self.requests = requests
+        self._reports = LoadReporter(self.kv_cache, requests, self.lender_manager, times, self._emit, drafts)
 
     # ------------------------------------------------------------------ the loop's calls
 
     def start(self) -> Ready:
         """Register the pool and return the facts that the front announces."""
-        transport, layout, info = self._parts.transport, self._cached.layout, self._info
+        transport, layout, info = self._parts.transport, self.cached.layout, self._info
         own = [] if transport is None or self._pool is None else [transport.register(self._pool)]
         endpoints = [*own, *(rank.endpoint for rank in self._parts.others)]
         endpoint = self._endpoint(endpoints[:: self._parts.grid.replicas if self._parts.grid else 1])
-        below = self._cached.shared
+        below = self.cached.shared
         return Ready(
             endpoint=endpoint,
             transport=self._transport_name,
-            model_fingerprint=self._model_fingerprint,
+            model_fingerprint=self.model_fingerprint,
             block_tokens=layout.block_tokens,
             block_bytes=layout.block_bytes,
             kv_heads=layout.kv_heads,
-            num_blocks=self._cached.pool.num_blocks,
+            num_blocks=self.cached.pool.num_blocks,
             vocab_size=info.vocab_size,
             max_context_tokens=info.max_context_tokens,
             revision=info.revision or info.weights_fingerprint,
             adapters=info.adapters,
             store="" if below is None else below.store.identity,
-            resumes_at_boundaries=self._kv_cache.resumes_at_boundaries,
+            resumes_at_boundaries=self.kv_cache.resumes_at_boundaries,
             reads_media=info.reads_media,
             pooler=info.pooler,
-            loan_address=self._loans.start(self._model_fingerprint, endpoint),
+            loan_address=self.loans.start(self.model_fingerprint, endpoint),
         )
 
     def handle_posted(self) -> None:
         """Handle what other threads and other engines sent."""
-        if self._loans.turn():
+        if self.loans.turn():
             self._reports.changed = True
             self.on_news()
 
     def on_news(self) -> None:  # noqa: B027 - most engines look for work in every turn
         """Process that loans have changed, so that there may be something to compute."""
 
-    @property
-    def model_fingerprint(self) -> bytes:
-        """Fingerprint of weights, layout and dtype, from which the roots of chains are made."""
-        return self._model_fingerprint
-
     def lend(self, loan: LoanGiven, want: Want) -> None:
         """Give a loan that came past the network."""
-        self._loans.opened(loan, want)
+        self.loans.opened(loan, want)
 
     def end_loan(self, loan: LoanGiven) -> None:
         """End a loan that came past the network."""
-        self._loans.closed(loan)
+        self.loans.closed(loan)
 
     def flush(self) -> None:
         """Send what was said to other engines."""
-        self._loans.flush()
+        self.loans.flush()
 
     def close(self) -> None:
         """End all loans, and stop all transfers; no transfer touches the pool afterwards."""
-        self._loans.close()
+        self.loans.close()
         if self._parts.transport is not None:
             self._parts.transport.close()
-        self._cached.close()
+        self.cached.close()
 
     def report(self) -> None:
         """Report changes and load.
 
         A step that hangs silences the reports.
         """
-        num_loans = self._borrower_manager.num_loans
-        self._loans.report(is_alive=not self._reports.is_step_stuck)
-        if self._borrower_manager.num_loans != num_loans:
+        num_loans = self.borrower_manager.num_loans
+        self.loans.report(is_alive=not self._reports.is_step_stuck)
+        if self.borrower_manager.num_loans != num_loans:
             self.on_news()
-        self._cached.write_behind()
-        self._cached.pins.expire()
+        self.cached.write_behind()
+        self.cached.pins.expire()
         self._reports.report()
 
     def handle(self, message: ToEngine) -> None:
@@ -227,43 +223,43 @@ class LoanHost(ABC):
         match message:
             case Generate():
                 self._reports.saw(message.mark)
-                self._requests.admit(message)
+                self.requests.admit(message)
             case Cancel(request_id, choice):
-                self._requests.cancel(request_id, choice)
+                self.requests.cancel(request_id, choice)
             case TakeSnapshot():
                 self._reports.send_snapshot()
             case SetBudget(budget):
                 self._set_budget(budget)
             case CorruptReads(num_blocks):
-                if self._own is not None:
-                    self._own.corruption = Corruption(self._blocks, num_blocks)
+                if self.own_rank is not None:
+                    self.own_rank.corruption = Corruption(self._blocks, num_blocks)
                 else:
                     self._parts.others[0].corrupt(num_blocks)
             case InspectCache():
                 self._cache_queries.answer(message)
             case ConnectPeers(query_id, peers):
-                self._loans.connections.open(peers, lambda failures: self._emit(Connected(query_id, tuple(failures))))
+                self.loans.connections.open(peers, lambda failures: self._emit(Connected(query_id, tuple(failures))))
             case DrainLoans(is_draining):
-                self._lender_manager.is_draining = is_draining
+                self.lender_manager.is_draining = is_draining
             case EndLoans():
-                self._lender_manager.end_all()
+                self.lender_manager.end_all()
             case CutOffPeer(worker_id, seconds):
-                self._loans.cut_off(worker_id, seconds)
+                self.loans.cut_off(worker_id, seconds)
             case DelayLoans(delay_s, seconds):
-                self._loans.delay(delay_s, seconds)
+                self.loans.delay(delay_s, seconds)
             case Audit(audit_id):
                 self._emit(self.audit(audit_id))
 
     def audit(self, audit_id: int = 0) -> Audited:
         """Check the pool's records against every holder of a block."""
-        pool, pins, fault = self._cached.pool, self._cached.pins, ""
-        claims: list[Sequence[int]] = [sequence.blocks for sequence in self._requests.sequences]
-        claims += [*self._lender_manager.holdings(), pins.blocks, *self._own_claims()]
+        pool, pins, fault = self.cached.pool, self.cached.pins, ""
+        claims: list[Sequence[int]] = [sequence.blocks for sequence in self.requests.sequences]
+        claims += [*self.lender_manager.holdings(), pins.blocks, *self._own_claims()]
         try:
             pool.check_integrity(claims)
             pins.check_integrity()
-            reserving = [*self._requests.sequences, *self._lender_manager.started_jobs(), *self._kv_cache.lingering]
-            reserved = sum(sequence.num_reserved for sequence in reserving) + self._requests.num_reserved
+            reserving = [*self.requests.sequences, *self.lender_manager.started_jobs(), *self.kv_cache.lingering]
+            reserved = sum(sequence.num_reserved for sequence in reserving) + self.requests.num_reserved
             assert reserved == pool.num_reserved, f"{pool.num_reserved} blocks are reserved, {reserved} expected"
         except AssertionError as error:
             fault = str(error) or "an invariant of the pool does not hold"
@@ -273,8 +269,8 @@ class LoanHost(ABC):
             held_blocks=pool.num_held - pins.num_idle,
             reserved_blocks=pool.num_reserved,
             quarantined_blocks=pool.num_quarantined,
-            sequences=self._requests.num_requests,
-            loans=self._lender_manager.num_loans,
+            sequences=self.requests.num_requests,
+            loans=self.lender_manager.num_loans,
         )
 
     @property
@@ -285,11 +281,11 @@ class LoanHost(ABC):
     @property
     def computes_loans(self) -> bool:
         """Whether a loan is not computed completely."""
-        return bool(self._lender_manager.started_jobs())
+        return bool(self.lender_manager.started_jobs())
 
     def drop_cache(self) -> None:
         """Forget every cached block that nobody holds."""
-        pool = self._cached.pool
+        pool = self.cached.pool
         pool.drop_idle(pool.idle_keys(pool.num_ids))
 
     # ------------------------------------------------------------------ parts

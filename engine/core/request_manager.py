@@ -99,7 +99,7 @@ class RequestManager(RequestTable[_Request]):
             sequence = chunk.sequence
             if sequence.sampling is None or sequence.decoding or sequence.num_preemptions or sequence.hedged:
                 continue
-            account = self._requests[sequence.request_id].account
+            account = self.by_id[sequence.request_id].account
             if "compute_started" not in account.times:
                 num_hits = self._kv_cache.adopt(sequence)
                 self._count_hits(sequence, num_hits)
@@ -108,7 +108,7 @@ class RequestManager(RequestTable[_Request]):
 
     def computing(self, sequence: EngineSequence, now: float) -> None:
         """Record that a step begins to compute tokens of the request."""
-        self._requests[sequence.request_id].account.times.setdefault("compute_started", now)
+        self.by_id[sequence.request_id].account.times.setdefault("compute_started", now)
 
     def computed(self, sequence: EngineSequence, sampled: SampleResult, samples: bool) -> None:
         """Process the result of a sequence's chunk.
@@ -125,7 +125,7 @@ class RequestManager(RequestTable[_Request]):
 
     def _pool(self, sequence: EngineSequence, sampled: SampleResult) -> None:
         """Add hidden states to the request's embedding, and end the request with the last of them."""
-        request, part = self._requests[sequence.request_id], np.frombuffer(sampled.pooled, np.float32)
+        request, part = self.by_id[sequence.request_id], np.frombuffer(sampled.pooled, np.float32)
         request.pooled = part if request.pooled is None else request.pooled + part
         sequence.num_scored += sampled.num_pooled
         if sequence.num_scored < sequence.num_to_score:
@@ -141,7 +141,7 @@ class RequestManager(RequestTable[_Request]):
         if sampled.failure is not None:
             self._fail(sequence, sampled.failure)
             return
-        request = self._requests[sequence.request_id]
+        request = self.by_id[sequence.request_id]
         account = request.account
         first = len(sequence.token_ids) == sequence.num_prompt
         sequence.turn = self._next_arrival()
@@ -169,7 +169,7 @@ class RequestManager(RequestTable[_Request]):
     def _finish_if_filled(self, sequence: EngineSequence) -> None:
         if not sequence.only_fills or sequence.num_remaining or sequence.hedged or sequence not in self.running_set:
             return
-        self._requests[sequence.request_id].count_preemptions()
+        self.by_id[sequence.request_id].count_preemptions()
         self._fill(sequence)
 
     def part(self) -> None:
@@ -199,7 +199,7 @@ class RequestManager(RequestTable[_Request]):
     def loan_bound(self, sequence: EngineSequence, first: int) -> None:
         """Correct the account of a hedged request; that of another is made when its loan is over."""
         if sequence.hedged:
-            account, count = self._requests[sequence.request_id].account, len(sequence.keys) - first
+            account, count = self.by_id[sequence.request_id].account, len(sequence.keys) - first
             account.computed_blocks -= count
             account.computed_tokens -= count * self._kv_cache.layout.block_tokens
 

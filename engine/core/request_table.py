@@ -72,20 +72,21 @@ class RequestTable(ABC, Generic[R]):
         """Tokens that are not sent yet."""
         self._next_arrival = parts.next_arrival
         self._reserve_output_tokens = parts.reserve_output_tokens
-        self._requests: dict[str, R] = {}
+        self.by_id: dict[str, R] = {}
+        """Requests by their id."""
 
     @property
     def num_requests(self) -> int:
-        return len(self._requests)
+        return len(self.by_id)
 
     @property
     def num_sequences(self) -> int:
-        return sum(len(request.chains) for request in self._requests.values())
+        return sum(len(request.chains) for request in self.by_id.values())
 
     @property
     def sequences(self) -> list[EngineSequence]:
         """Sequences of all requests, which hold blocks."""
-        return [chain for request in self._requests.values() for chain in request.chains.values()]
+        return [chain for request in self.by_id.values() for chain in request.chains.values()]
 
     @property
     def num_reserved(self) -> int:
@@ -94,7 +95,7 @@ class RequestTable(ABC, Generic[R]):
 
     def has(self, sequence: EngineSequence) -> bool:
         """Return whether the sequence is not over."""
-        request = self._requests.get(sequence.request_id)
+        request = self.by_id.get(sequence.request_id)
         return request is not None and request.chains.get(sequence.choice) is sequence
 
     def send_tokens(self) -> None:
@@ -134,7 +135,7 @@ class RequestTable(ABC, Generic[R]):
         self._cached.counts.looked(POOL, len(keys), num_cached)
         account = request.account
         account.reused_blocks, account.times["admitted"] = num_cached, self._cached.clock()
-        self._requests[message.request_id] = request
+        self.by_id[message.request_id] = request
         self._admitted(request, lead)
         block_range = self._kv_cache.range_of(lead, keys)
         wanted = BorrowRequest(
@@ -145,7 +146,7 @@ class RequestTable(ABC, Generic[R]):
 
     def cancel(self, request_id: str, choice: int | None = None) -> None:
         """Cancel a request, or one choice that has a token already."""
-        if (request := self._requests.get(request_id)) is None:
+        if (request := self.by_id.get(request_id)) is None:
             return
         if choice is None:
             self._borrower_manager.cancel(request_id)
@@ -156,7 +157,7 @@ class RequestTable(ABC, Generic[R]):
     def _impossible(self, message: Generate, chains: list[EngineSequence]) -> str:
         """Return why a request can never be served here; empty where it can."""
         pool = self._cached.pool
-        if message.request_id in self._requests:
+        if message.request_id in self.by_id:
             return "a request of this id is running here"
         if message.adapter and message.adapter not in self._adapters:
             return f"this worker has no adapter {message.adapter.hex()}"
@@ -190,7 +191,7 @@ class RequestTable(ABC, Generic[R]):
 
     def _count_left(self, sequence: EngineSequence) -> None:
         """Count the blocks and tokens that are left to compute."""
-        account = self._requests[sequence.request_id].account
+        account = self.by_id[sequence.request_id].account
         total = -(-sequence.num_prompt // self._cached.layout.block_tokens)
         brought = account.restored_blocks + account.store_blocks + account.moved_blocks
         account.computed_blocks = total - account.reused_blocks - brought
@@ -202,7 +203,7 @@ class RequestTable(ABC, Generic[R]):
         The account is of the lead, whose blocks all choices share; it has nothing of the tokens that an earlier attempt
         emitted of another choice.
         """
-        request = self._requests[sequence.request_id]
+        request = self.by_id[sequence.request_id]
         if sequence is not next(iter(request.chains.values())):
             return
         account = request.account
@@ -245,7 +246,7 @@ class RequestTable(ABC, Generic[R]):
 
     def _fill(self, sequence: EngineSequence) -> None:
         """End a request without output, whose blocks are all there."""
-        request = self._requests[sequence.request_id]
+        request = self.by_id[sequence.request_id]
         account = request.account
         account.times.setdefault("first_token", self._cached.clock())
         if request.retention is not None:
@@ -265,7 +266,7 @@ class RequestTable(ABC, Generic[R]):
         self._finish(sequence.request_id)
 
     def _finish(self, request_id: str) -> None:
-        request = self._requests.pop(request_id)
+        request = self.by_id.pop(request_id)
         self._over(request)
         for chain in request.chains.values():
             self._leaves(request, chain)

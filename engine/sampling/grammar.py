@@ -286,7 +286,7 @@ class Grammars:
     def __init__(self, model_dir: ModelDir) -> None:
         self._compiler: GrammarCompiler | None = None
         self._refusal: InvalidRequest | None = None
-        self._states: WeakKeyDictionary[EngineSequence, _State] = WeakKeyDictionary()
+        self.states: WeakKeyDictionary[EngineSequence, _State] = WeakKeyDictionary()
         try:  # at start, since a large vocabulary takes seconds, for which every stream would wait at the first request
             self._compiler = GrammarCompiler(model_dir)
         except InvalidRequest as error:
@@ -330,9 +330,9 @@ class Grammars:
         if self._compiler is None:
             assert self._refusal is not None
             raise InvalidRequest(self._refusal.field, self._refusal.message)
-        state = self._states.get(sequence)
+        state = self.states.get(sequence)
         if state is None or state.num_seen > sequence.num_sampled:
-            state = self._states[sequence] = _rebuilt(self._compiler, sequence, structured)
+            state = self.states[sequence] = _rebuilt(self._compiler, sequence, structured)
         unseen = sequence.num_sampled - state.num_seen
         if unseen and not state.matcher.consume_tokens(sequence.token_ids[sequence.num_tokens - unseen :]):
             raise InvalidRequest(structured.field, reason_of(state.matcher))

@@ -121,19 +121,21 @@ class BlockStore(KvStore):
         self._done: deque[_Written | _Learned] = deque()
         self._rows: list[NDArray[np.uint8]] = []
         self._num_rows = 0
-        self._max_rows = max(4, WRITE_BYTES // object_format.object_bytes)
+        self.max_rows = max(4, WRITE_BYTES // object_format.object_bytes)
         self._buffers: list[NDArray[np.uint8]] = []
-        self._num_fetching = 0
+        self.num_fetching = 0
+        """Fetches that were not given back."""
         self._waiting: deque[tuple[Sequence[BlockKey], Callable[[Fetched], object]]] = deque()
         self._known: OrderedDict[BlockKey, BlockKey] = OrderedDict()
         """Parents of the blocks that are known to be stored, by key."""
-        self._writing: set[BlockKey] = set()
+        self.writing: set[BlockKey] = set()
+        """Blocks that are not written yet."""
         self._unwanted: set[BlockKey] = set()
         """Blocks that were removed while they were being written."""
         self._events: list[CacheEvent] = []
         self._avoid_until = -AVOID_S
         self._complained_at = -COMPLAIN_EVERY_S
-        self._closed = False
+        self.is_closed = False
         self._local = objects if is_local and isinstance(objects, LocalObjects) else None
         if self._local is not None:
             _logged(self._readers.submit(self._look_around, self._local))
@@ -144,11 +146,11 @@ class BlockStore(KvStore):
 
     @property
     def num_writable(self) -> int:
-        return len(self._rows) + self._max_rows - self._num_rows
+        return len(self._rows) + self.max_rows - self._num_rows
 
     def lacks(self, key: BlockKey) -> bool:
         self._settle()
-        return key not in self._known and key not in self._writing
+        return key not in self._known and key not in self.writing
 
     def num_known(self, keys: Iterable[BlockKey]) -> int:
         self._settle()
@@ -167,11 +169,11 @@ class BlockStore(KvStore):
         if self._rows:
             row = self._rows.pop()
         else:
-            assert self._num_rows < self._max_rows
+            assert self._num_rows < self.max_rows
             row = np.empty(self._format.object_bytes, np.uint8)
             self._num_rows += 1
         row[self._format.payload_offset :] = content
-        self._writing.add(key)
+        self.writing.add(key)
         _logged(self._writers.submit(self._write, StoredBlock(parent, key, fingerprint), row))
 
     def drop(self, count: int) -> None:
@@ -186,7 +188,7 @@ class BlockStore(KvStore):
         self._fetch_waiting()
 
     def give_back(self, fetched: Fetched) -> None:
-        self._num_fetching -= 1
+        self.num_fetching -= 1
         if fetched.buffer is not None:
             self._buffers.append(fetched.buffer)
         self._fetch_waiting()
@@ -202,7 +204,7 @@ class BlockStore(KvStore):
     def remove(self, keys: Sequence[BlockKey], on_removed: Callable[[int, str], object]) -> None:
         for key in keys:
             self._known.pop(key, None)
-        self._unwanted |= self._writing.intersection(keys)
+        self._unwanted |= self.writing.intersection(keys)
         self._events.append(Removed(tuple(keys), shared=not self.is_local))
         _logged(self._writers.submit(self._remove_all, tuple(keys), on_removed))
 
@@ -225,24 +227,24 @@ class BlockStore(KvStore):
         return tuple((field.name, getattr(self.counts, field.name)) for field in fields(self.counts))
 
     def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
         self._readers.shutdown(wait=False, cancel_futures=True)
         until = time.monotonic() + FLUSH_S
-        while self._writing and time.monotonic() < until:
+        while self.writing and time.monotonic() < until:
             time.sleep(0.01)
             self._settle()
         self._writers.shutdown(wait=False, cancel_futures=True)
-        if self._writing:
-            log.warning("%d blocks were not written to %s within %g s", len(self._writing), self._name, FLUSH_S)
+        if self.writing:
+            log.warning("%d blocks were not written to %s within %g s", len(self.writing), self._name, FLUSH_S)
         else:
             self._objects.close()
 
     def _fetch_waiting(self) -> None:
         """Start fetches for which there is memory."""
-        while self._waiting and self._num_fetching < FETCHES_AT_ONCE and not self._closed:
+        while self._waiting and self.num_fetching < FETCHES_AT_ONCE and not self.is_closed:
             keys, on_fetched = self._waiting.popleft()
             buffer = self._buffers.pop() if self._buffers else self._new_buffer()
-            self._num_fetching += 1
+            self.num_fetching += 1
             _logged(self._readers.submit(self._fetch, keys, buffer, on_fetched))
 
     def _new_buffer(self) -> NDArray[np.uint8]:
@@ -258,7 +260,7 @@ class BlockStore(KvStore):
                 self._settle_fetch(done)
 
     def _settle_write(self, done: _Written) -> None:
-        self._writing.discard(done.block.key)
+        self.writing.discard(done.block.key)
         self._rows.append(done.row)
         if done.error is not None:
             self._complain("written", done.error)

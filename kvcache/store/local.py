@@ -114,12 +114,12 @@ class MemoryFolder(FolderObjects):
 
         Raises StoreError.
         """
-        self._lock_file = _hold(root)
+        self.lock_file = _hold(root)
         super().__init__(root, object_bytes, max_bytes, STALE_S, num_folders=1, place=HOST)
 
     def close(self) -> None:
-        _remove_if_unused(self._root, self._lock_file)
-        os.close(self._lock_file)
+        _remove_if_unused(self._root, self.lock_file)
+        os.close(self.lock_file)
 
 
 def open_local_store(

@@ -250,11 +250,11 @@ class Control:
         for option, value in KEEPALIVE:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self.reader = FrameReader(max_body_bytes)
-        self._socket = connection
+        self.connection = connection
         self._unsent = bytearray()
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self.connection.fileno()
 
     @property
     def has_unsent(self) -> bool:
@@ -268,7 +268,7 @@ class Control:
         """Send what the socket takes now. Raises PeerGone."""
         try:
             while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent)]
+                del self._unsent[: self.connection.send(self._unsent)]
         except BlockingIOError:
             return
         except OSError as error:
@@ -280,7 +280,7 @@ class Control:
         Raises PeerGone when the peer has closed the connection, Malformed as `FrameReader.feed` does.
         """
         try:
-            received = self._socket.recv(RECEIVE_BYTES)
+            received = self.connection.recv(RECEIVE_BYTES)
         except BlockingIOError:
             return []
         except OSError as error:
@@ -290,4 +290,4 @@ class Control:
         return self.reader.feed(received)
 
     def close(self) -> None:
-        self._socket.close()
+        self.connection.close()

@@ -55,18 +55,23 @@ class SocketNetwork(LoanNetwork):
     """Connections by the incarnation of the engine at the other end."""
 
     def __init__(
-        self, settings: NetworkSettings, watcher: Watcher, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: NetworkSettings,
+        watcher: Watcher,
+        clock: Callable[[], float] = time.monotonic,
+        connector: Connector | None = None,
     ) -> None:
+        """Create it; `connector` replaces the one of sockets."""
         self._settings = settings
         self.silence_s = settings.silence_s
         self.watcher = watcher
         self._clock = clock
-        self._connector = Connector(watcher, settings.trust, settings.secret)
+        self._connector = connector or Connector(watcher, settings.trust, settings.secret)
         self.gives: GivesLoans
         self._hello = pb.EngineHello(version=VERSION, worker_id=settings.worker_id, incarnation=settings.incarnation)
-        self._connections: dict[bytes, PeerConnection] = {}
+        self.connections: dict[bytes, PeerConnection] = {}
         """Connections by which this engine borrows."""
-        self._all: dict[PeerConnection, None] = {}
+        self.all_connections: dict[PeerConnection, None] = {}
         """All connections: also those by which only the caller borrows, and those of callers without a hello yet."""
         self.readable: dict[PeerConnection, None] = {}
         self.dirty: dict[PeerConnection, None] = {}
@@ -131,12 +136,12 @@ class SocketNetwork(LoanNetwork):
         if self._own_s - self._looked_at < LOOK_EVERY_S:
             return
         self._looked_at = self._own_s
-        for connection in list(self._all):
+        for connection in list(self.all_connections):
             connection.beat(is_alive)
 
     def cut_off(self, worker_id: str, seconds: float) -> None:
         self._cut_off[worker_id] = self._clock() + seconds
-        for connection in self._all:
+        for connection in self.all_connections:
             if connection.worker_id == worker_id:
                 self.later(partial(connection.fail, CUT_OFF))
 
@@ -145,7 +150,7 @@ class SocketNetwork(LoanNetwork):
 
     def close(self) -> None:
         self._connector.close()
-        for connection in list(self._all):
+        for connection in list(self.all_connections):
             connection.fail("the engine has ended")
 
     # ------------------------------------------------------------------ its connections
@@ -180,13 +185,13 @@ class SocketNetwork(LoanNetwork):
 
     def _to(self, peer: Peer, is_ahead: bool) -> "PeerConnection":
         """Return the connection to a peer, which may have to be made."""
-        connection = self._connections.get(peer.incarnation)
+        connection = self.connections.get(peer.incarnation)
         if connection is None or not connection.mux.is_open:  # a loan may be opened while those before it end
             hello = pb.EngineHello(wanted_incarnation=peer.incarnation, is_ahead=is_ahead)
             hello.MergeFrom(self._hello)
             connection = PeerConnection(self, peer.worker_id, peer.address, hello.SerializeToString())
-            self._connections[peer.incarnation] = connection
-            self._all[connection] = None
+            self.connections[peer.incarnation] = connection
+            self.all_connections[connection] = None
             connection.incarnation = peer.incarnation
             self._connector.connect(peer.address, connection.connected)
         return connection
@@ -196,7 +201,7 @@ class SocketNetwork(LoanNetwork):
             log.info("a connection of another engine failed: %s", failure)
             return
         connection = PeerConnection(self, "", "", None)
-        self._all[connection] = None
+        self.all_connections[connection] = None
         connection.connected(connected, "")
 
     def greeted(self, connection: "PeerConnection", payload: bytes) -> None:
@@ -218,16 +223,16 @@ class SocketNetwork(LoanNetwork):
         connection.mux.note(own.SerializeToString())
         connection.known(hello.endpoint)
         # Where both called each other, each uses its own connection for what it borrows.
-        self._connections.setdefault(hello.incarnation, connection)
-        if hello.is_ahead and len(self._connections) <= MAX_CONNECTED_AHEAD:
+        self.connections.setdefault(hello.incarnation, connection)
+        if hello.is_ahead and len(self.connections) <= MAX_CONNECTED_AHEAD:
             self.gives.met(hello.endpoint)
 
     def ended(self, connection: "PeerConnection") -> None:
-        self._all.pop(connection, None)
+        self.all_connections.pop(connection, None)
         self.readable.pop(connection, None)
         self.dirty.pop(connection, None)
-        if self._connections.get(connection.incarnation) is connection:
-            del self._connections[connection.incarnation]
+        if self.connections.get(connection.incarnation) is connection:
+            del self.connections[connection.incarnation]
 
 
 class _NeverTaken(LoanTaken):

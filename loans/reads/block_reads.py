@@ -270,8 +270,8 @@ class LocalRank(Rank):
         self._part = part
         self._fingerprints = fingerprints
         self._folding = folding
-        self._batch_verifier = BatchVerifier(fingerprints, executor)
-        self._peers: OrderedDict[bytes, Peers] = OrderedDict()
+        self.batch_verifier = BatchVerifier(fingerprints, executor)
+        self.peers: OrderedDict[bytes, Peers] = OrderedDict()
         """Peers by endpoint, most recently used last."""
         self.corruption: Corruption | None = None
         """Corruption of arriving blocks, during a drill."""
@@ -284,15 +284,15 @@ class LocalRank(Rank):
 
         From any thread.
         """
-        return lanes_of(self._peers.get(endpoint, []))
+        return lanes_of(self.peers.get(endpoint, []))
 
     def connect(self, endpoint: bytes) -> Peers:
         """Connect to the ranks of a worker that hold some of this rank's part.
 
         Raises TransferError.
         """
-        if (known := self._peers.get(endpoint)) is not None:
-            self._peers.move_to_end(endpoint)
+        if (known := self.peers.get(endpoint)) is not None:
+            self.peers.move_to_end(endpoint)
             return known
         shares, of_stages = without_stages(endpoint)
         planes, num_blocks, ranks = without_planes(of_stages)
@@ -304,13 +304,13 @@ class LocalRank(Rank):
             raise TransferError(str(error)) from error
         endpoints = split_endpoint(ranks)
         theirs = parts_of(self._part.block_bytes, len(endpoints), planes, num_blocks, shares, self._part.heads)
-        peers = self._peers[endpoint] = [
+        peers = self.peers[endpoint] = [
             (part, self._transport.connect(own), ReadProgress(self._clock))
             for part, own in zip(theirs, endpoints, strict=True)
             if part_spans(self._part, part, [(0, 0)])
         ]
-        while len(self._peers) > MAX_PEERS:
-            self.drop(next(iter(self._peers)))
+        while len(self.peers) > MAX_PEERS:
+            self.drop(next(iter(self.peers)))
         return peers
 
     def start_read(
@@ -349,7 +349,7 @@ class LocalRank(Rank):
         return block_read
 
     def drop(self, endpoint: bytes) -> None:
-        for _, peer, _ in self._peers.pop(endpoint, []):
+        for _, peer, _ in self.peers.pop(endpoint, []):
             self._transport.drop(peer)
 
     def _read(self, peers: Peers, block_ids: Sequence[int], blocks: Sequence[int], flow: str) -> list[Read]:
@@ -380,7 +380,7 @@ class LocalRank(Rank):
         if self.corruption is not None:
             self.corruption.strike(arrival.blocks)
         if self._transport.on_gpu:
-            self._batch_verifier.add(arrival)
+            self.batch_verifier.add(arrival)
         else:
             arrival.verified(entries_of(self._fingerprints(arrival.blocks)))
 

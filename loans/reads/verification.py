@@ -48,14 +48,15 @@ class BatchVerifier:
         self._fingerprints = fingerprints
         self._executor = executor or ThreadPoolExecutor(1, "verify-blocks")  # starts its thread when it is needed
         self._lock = threading.Lock()
-        self._waiting: list[Arrival] = []
+        self.waiting: list[Arrival] = []
+        """Arrivals that no pass has taken yet."""
         self._running = False
         self.num_passes = 0
 
     def add(self, arrival: Arrival) -> None:
         """Verify an arrival in the next pass."""
         with self._lock:
-            self._waiting.append(arrival)
+            self.waiting.append(arrival)
             if self._running:
                 return
             self._running = True
@@ -68,7 +69,7 @@ class BatchVerifier:
     def _take(self) -> list[Arrival]:
         """Return all that wait; when nothing does, the next arrival starts the passes again."""
         with self._lock:
-            arrivals, self._waiting = self._waiting, []
+            arrivals, self.waiting = self.waiting, []
             self._running = bool(arrivals)
         return arrivals
 

@@ -78,14 +78,15 @@ class Admission:
         self._tenants = tenants
         self.num_refused: Counter[str] = Counter()
         """Refusals by reason, since the start."""
-        self._queues: dict[int, ClassQueue] = {}
+        self.queues: dict[int, ClassQueue] = {}
+        """Queues by priority."""
         self._numbers = itertools.count()
-        self._running: dict[ActivePlacement, tuple[QueuedRequest, float]] = {}
+        self.running: dict[ActivePlacement, tuple[QueuedRequest, float]] = {}
         """Running requests and their start times."""
-        self._forecast = WaitForecast()
+        self.forecast = WaitForecast()
         self._reservations = Reservations(config)
         self._lenders = LenderLoad(config)
-        self._backoff = CapacityBackoff()
+        self.backoff = CapacityBackoff()
         self._failing = CircuitBreaker(fleet)
         self._parts = AdmissionParts(config, fleet, tenants, self._reservations, self._lenders)
         self._holds = TokenBucket(HOLDS_PER_S, 32)
@@ -107,25 +108,25 @@ class Admission:
         self._measure(waiting, now)
         if info.not_before > now:
             self._at(info.not_before, waiting)
-        if (queue := self._queues.get(info.priority)) is None:
-            queue = self._queues[info.priority] = ClassQueue(info.priority)
-        self._forecast.advance(now)
+        if (queue := self.queues.get(info.priority)) is None:
+            queue = self.queues[info.priority] = ClassQueue(info.priority)
+        self.forecast.advance(now)
         queue.add(waiting, self._tenants.weight(info.tenant))
         waiting.queued = True
         outcomes = self._settle(now)
         if waiting.queued:
             self._consider(waiting, now, outcomes)
-        self._forecast.waiting(self._waiting_classes())
+        self.forecast.waiting(self._waiting_classes())
         return waiting, outcomes
 
     def changed(self, now: float) -> list[Outcome]:
         """Process a change of workers, their reports, or the time."""
         due = bool(self._times) and self._times[0][0] <= now
-        if not (due or self.num_waiting or self._forecast.anybody_waits):
+        if not (due or self.num_waiting or self.forecast.anybody_waits):
             return []  # the case of most reports
-        self._forecast.advance(now)
+        self.forecast.advance(now)
         outcomes = self._settle(now)
-        self._forecast.waiting(self._waiting_classes())
+        self.forecast.waiting(self._waiting_classes())
         return outcomes
 
     def withdrawn(self, waiting: QueuedRequest, now: float) -> list[Outcome]:
@@ -136,11 +137,11 @@ class Admission:
 
     def ended(self, placed: ActivePlacement, now: float) -> list[Outcome]:
         """Process the end of a placement; once for each start."""
-        waiting, started_at = self._running.pop(placed)
+        waiting, started_at = self.running.pop(placed)
         if (again_at := self._failing.ended(placed, started_at, now)) is not None:
             self._at(again_at, None)
         if placed.started:
-            self._forecast.ended(waiting, now - started_at)
+            self.forecast.ended(waiting, now - started_at)
         self._tenants.ended(waiting.info.tenant, waiting.num_sequences)
         self._lenders.ended(placed)
         self._fleet.ended(placed)
@@ -151,12 +152,12 @@ class Admission:
 
         Raises Overloaded after too many refusals. The request pauses, longer with each refusal.
         """
-        info = self._running[placed][0].info
+        info = self.running[placed][0].info
         info.num_refusals += 1
         info.not_before = now + min(0.5, 0.01 * 2 ** min(info.num_refusals - 1, 10))
         worker = placed.decode
         needed = placed.demand.num_blocks_to_reserve(worker.hello.reserve_output_tokens)
-        self._at(self._backoff.add(worker, needed, now), None)
+        self._at(self.backoff.add(worker, needed, now), None)
         if info.num_refusals > self._config.max_refusals:
             refusal = refusals.too_often_refused(info.num_refusals, refusals.DEFAULT_RETRY_AFTER_S)
             self.refuse(refusal)
@@ -166,28 +167,28 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        return sum(queue.num_waiting for queue in self._queues.values())
+        return sum(queue.num_waiting for queue in self.queues.values())
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.running)
 
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens of the queued requests."""
-        return sum(waiting.demand.num_tokens for queue in self._queues.values() for waiting in queue)
+        return sum(waiting.demand.num_tokens for queue in self.queues.values() for waiting in queue)
 
     def expected_wait_s(self, priority: int, demand: Demand, now: float) -> float:
         """Return the predicted wait of a request that arrived now, last of its class.
 
         0 where nothing waits before it, or nothing is known.
         """
-        self._forecast.advance(now)
-        queues = self._queues
+        self.forecast.advance(now)
+        queues = self.queues
         own = queues[priority].tokens if priority in queues else 0
         higher = sum(queue.tokens for other, queue in queues.items() if other > priority)
         reserve = max(self._fleet.snapshot.reserves, default=0)
-        return self._forecast.wait_behind_s(priority, own, higher, cost_of(demand, reserve))
+        return self.forecast.wait_behind_s(priority, own, higher, cost_of(demand, reserve))
 
     def reserved_workers(self) -> dict[str, QueuedRequest]:
         """Return the waiting request for which each reserved worker is kept."""
@@ -220,10 +221,10 @@ class Admission:
 
         Returns False when none can start.
         """
-        self._reservations.arrange(self._queues, self._fleet.snapshot, now, self._tenants.may_start)
-        moment = RoundState(now, self._backoff.column(self._fleet, now))
+        self._reservations.arrange(self.queues, self._fleet.snapshot, now, self._tenants.may_start)
+        moment = RoundState(now, self.backoff.column(self._fleet, now))
         for queue, early in self._turns():
-            turn = SchedulingRound(self._parts, self._queues, queue, early, moment)
+            turn = SchedulingRound(self._parts, self.queues, queue, early, moment)
             if turn.hopeless():
                 continue
             while (waiting := queue.pick(turn.first_of)) is not None:
@@ -243,7 +244,7 @@ class Admission:
         """Return the classes in starting order, and whether each overtakes a higher class that owes it."""
         turns: deque[tuple[ClassQueue, bool]] = deque()
         for priority in sorted(self._waiting_classes()):
-            queue = self._queues[priority]
+            queue = self.queues[priority]
             if queue.gives_way and turns:
                 turns = deque((lower, True) for lower, _ in turns)
                 turns.append((queue, False))
@@ -272,18 +273,18 @@ class Admission:
         outcomes: list[Outcome],
     ) -> None:
         info = waiting.info
-        self._forecast.started(info.priority, waiting.cost)
+        self.forecast.started(info.priority, waiting.cost)
         for passed in blocked:
             if passed is not waiting and passed.passed_at is None:
-                self._reservations.passed(passed, now, self._queues[passed.info.priority])
+                self._reservations.passed(passed, now, self.queues[passed.info.priority])
                 self._at(now + self._config.max_passed_s, passed)
         self._account(info.priority, waiting.cost)
-        self._queues[info.priority].started(waiting)
+        self.queues[info.priority].started(waiting)
         self._forget(waiting)
         placed = self._fleet.placed(decision, waiting.demand, waiting.keys)
         self._lenders.started(placed, decision, self._fleet.snapshot, self._fleet.rates)
         self._tenants.started(info.tenant, waiting.num_sequences, now)
-        self._running[placed] = waiting, now
+        self.running[placed] = waiting, now
         self._failing.placed(placed)
         info.num_placed += 1
         outcomes.append(Started(waiting, placed, decision))
@@ -291,13 +292,13 @@ class Admission:
     def _account(self, priority: int, cost: int) -> None:
         """Record which classes are overtaken by a start, and how much they are owed."""
         share = self._config.lower_class_share
-        for other in sorted(self._queues):
-            queue = self._queues[other]
-            if other >= priority or is_owed(other, priority, self._queues):
+        for other in sorted(self.queues):
+            queue = self.queues[other]
+            if other >= priority or is_owed(other, priority, self.queues):
                 queue.passed_tokens += cost
             if other > priority:
                 queue.owed = max(-float(cost), queue.owed - (1 - share) * cost)
-        queue = self._queues[priority]
+        queue = self.queues[priority]
         lower_wait = min(self._waiting_classes()) < priority
         queue.owed = min(MAX_OWED, queue.owed + share * cost) if lower_wait else 0.0
 
@@ -315,7 +316,7 @@ class Admission:
             return
         if not info.streaming:
             waiting.least_ttft_s = self._fleet.least_ttft_s(waiting.demand, waiting.keys) or 0.0
-            waiting.stream_s = self._forecast.stream_s(waiting)
+            waiting.stream_s = self.forecast.stream_s(waiting)
         wait_s = self._wait_s(waiting)
         if wait_s > waiting.start_by - now and not info.streaming:
             refusal = refusals.predicted_miss(wait_s, waiting.least_ttft_s, waiting.latest_first_token - now)
@@ -324,14 +325,14 @@ class Admission:
             self._at(waiting.start_by, waiting)
 
     def _wait_s(self, waiting: QueuedRequest) -> float:
-        own = self._queues[waiting.info.priority]
-        higher = sum(queue.tokens for priority, queue in self._queues.items() if priority > own.priority)
-        return self._forecast.wait_s(waiting, own, higher)
+        own = self.queues[waiting.info.priority]
+        higher = sum(queue.tokens for priority, queue in self.queues.items() if priority > own.priority)
+        return self.forecast.wait_s(waiting, own, higher)
 
     def _one_too_many(self, newcomer: QueuedRequest) -> tuple[QueuedRequest, Refusal] | None:
         """Return the request to refuse because the newcomer exceeded a bound."""
         info, config = newcomer.info, self._config
-        lines = (queue.lines.get(info.tenant) for queue in self._queues.values())
+        lines = (queue.lines.get(info.tenant) for queue in self.queues.values())
         of_tenant = sum(len(line.requests) for line in lines if line is not None)
         if of_tenant > config.max_queued_per_tenant:
             tenant = info.tenant
@@ -340,7 +341,7 @@ class Admission:
         else:
             return None
         for priority in sorted(other for other in self._waiting_classes() if other < info.priority):
-            if (loser := self._queues[priority].last(tenant)) is not None:
+            if (loser := self.queues[priority].last(tenant)) is not None:
                 return loser, refusals.displaced(priority, info.priority, self._retry_after(loser))
         retry_after_s = self._retry_after(newcomer)
         if tenant is None:
@@ -357,7 +358,7 @@ class Admission:
         Where no prompt is queued it starts whatever is predicted, so that rates are learned.
         """
         info, workers = waiting.info, self._fleet.snapshot
-        waiting.stream_s = self._forecast.stream_s(waiting)
+        waiting.stream_s = self.forecast.stream_s(waiting)
         if info.streaming or now + decision.predicted_ttft_s <= waiting.latest_first_token:
             return False
         rows = [workers.row_of[name] for name in (decision.decode_id, decision.lender_id) if name]
@@ -406,7 +407,7 @@ class Admission:
         if self._known is not None and self._known[0] is workers and self._known[1:] == known[1:]:
             return
         self._known = known
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             for waiting in queue:
                 self._measure(waiting, now)
             queue.measured_anew()
@@ -423,26 +424,26 @@ class Admission:
             self._at(now, waiting)  # it has no token yet, so another revision serves it as well; a stream waits
 
     def _remove(self, waiting: QueuedRequest) -> None:
-        self._queues[waiting.info.priority].remove(waiting)
+        self.queues[waiting.info.priority].remove(waiting)
         self._forget(waiting)
 
     def _forget(self, waiting: QueuedRequest) -> None:
         """Remove a request from its queue."""
         waiting.queued = False
         self._reservations.forget(waiting)
-        if not self._queues[waiting.info.priority].lines:
+        if not self.queues[waiting.info.priority].lines:
             self._tidy()
 
     def _tidy(self) -> None:
         """Drop empty classes, but keep one while a lower class waits: its debt must survive an empty queue."""
         lowest = min(self._waiting_classes(), default=math.inf)
-        empty = [priority for priority, queue in self._queues.items() if not queue.lines]
+        empty = [priority for priority, queue in self.queues.items() if not queue.lines]
         for priority in empty:
             if priority < lowest or len(empty) > MAX_EMPTY:
-                del self._queues[priority]
+                del self.queues[priority]
 
     def _waiting_classes(self) -> list[int]:
-        return [priority for priority, queue in self._queues.items() if queue.lines]
+        return [priority for priority, queue in self.queues.items() if queue.lines]
 
     def _at(self, when: float, waiting: QueuedRequest | None) -> None:
         """Schedule a look at time `when`."""

@@ -62,16 +62,16 @@ class DecodeStream:
         self._on_broken = on_broken
         self.failure: ServiceError | None = None
         """Reason why it takes no more requests."""
-        self._stream = MuxStream(membership_pb2.StreamOpening(key=key).SerializeToString())
-        self._stream.mux.on_note = lambda note: on_event(membership_pb2.WorkerMessage.FromString(note))
-        self._stream.on_end.append(self._ended)
+        self.stream = MuxStream(membership_pb2.StreamOpening(key=key).SerializeToString())
+        self.stream.mux.on_note = lambda note: on_event(membership_pb2.WorkerMessage.FromString(note))
+        self.stream.on_end.append(self._ended)
         self._tasks = Tasks("a connection to a worker was lost")
-        self._tasks.spawn(self._connect(connects(self._stream, address, trust), address))
+        self._tasks.spawn(self._connect(connects(self.stream, address, trust), address))
 
     @property
     def connected(self) -> bool:
         """Whether the connection was established."""
-        return self._stream.is_connected
+        return self.stream.is_connected
 
     @property
     def broken(self) -> bool:
@@ -80,7 +80,7 @@ class DecodeStream:
 
     @property
     def idle(self) -> bool:
-        return not self._stream.mux.num_channels
+        return not self.stream.mux.num_channels
 
     async def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[Sequence[bytes]]:
         """Yield serialised GenerateResponses, all that have come since the last.
@@ -94,7 +94,7 @@ class DecodeStream:
             raise InvalidRequest("request", message)
         if self.failure is not None:
             raise self.failure
-        channel = self._stream.mux.open(opening)
+        channel = self.stream.mux.open(opening)
         waits = _Request(channel)
         channel.on_messages = waits.put
         channel.on_end = lambda reason: waits.end(self.failure or _error_of(reason))
@@ -118,7 +118,7 @@ class DecodeStream:
         if self.failure is None:
             self.failure = failure
             self._tasks.cancel()
-            self._stream.end()
+            self.stream.end()
             self._on_broken()
 
     async def _connect(self, connecting: Awaitable[None], address: str) -> None:

@@ -30,7 +30,7 @@ class StreamState:
     """
 
     def __init__(self, num_choices: int) -> None:
-        self._unread: list[bytes] = []
+        self.unread: list[bytes] = []
         self._unread_bytes = 0
         self._choices = [ChoiceState() for _ in range(num_choices)]
         self._num_prompt_logprobs = 0
@@ -51,7 +51,7 @@ class StreamState:
 
     def add(self, message: bytes) -> None:
         self._num_sent += 1
-        self._unread.append(message)
+        self.unread.append(message)
         self._unread_bytes += len(message)
         if self._unread_bytes > MAX_UNREAD_BYTES:
             self._read()
@@ -86,7 +86,7 @@ class StreamState:
         return all(choice.finished for choice in self.choices)
 
     def _read(self) -> None:
-        for unread in self._unread:
+        for unread in self.unread:
             message = pb.GenerateResponse.FromString(unread)
             self._num_prompt_logprobs += len(message.prompt_logprobs)
             choice = self._choices[message.index]
@@ -94,5 +94,5 @@ class StreamState:
             choice.num_chars += len(message.text)
             if message.HasField("finish"):
                 choice.reason = message.finish.reason
-        self._unread.clear()
+        self.unread.clear()
         self._unread_bytes = 0

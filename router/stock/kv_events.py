@@ -56,7 +56,7 @@ class NamedBlocks:
         self._root_of = root_of
         self._block_tokens = block_tokens
         self._max_names = max_names
-        self._key_of: dict[Hash, BlockKey] = {}
+        self.key_of: dict[Hash, BlockKey] = {}
         """Keys of all blocks of which the chain is known, held or not."""
         self._held: set[Hash] = set()
         self._held_keys: set[BlockKey] = set()
@@ -75,7 +75,7 @@ class NamedBlocks:
     def restarted(self) -> None:
         """Forget all: another process begins with an empty cache."""
         self.forget_held()
-        self._key_of.clear()
+        self.key_of.clear()
 
     def sent(self, keys: Sequence[BlockKey]) -> list[pb.CacheEvent]:
         """Return the changes of a request with these blocks; vLLM shares them from the step that computes them on."""
@@ -131,8 +131,8 @@ class NamedBlocks:
         keys = block_keys(parent, tokens, width)
         fresh = []
         for name, key in zip(hashes, keys, strict=True):
-            self._key_of.pop(name, None)  # the newest last: the oldest names are dropped first
-            self._key_of[name] = key
+            self.key_of.pop(name, None)  # the newest last: the oldest names are dropped first
+            self.key_of[name] = key
             if name not in self._held:
                 self._held.add(name)
                 if key not in self._held_keys and key not in self._expected:
@@ -143,7 +143,7 @@ class NamedBlocks:
 
     def _parent_of(self, event: dict[str, Any]) -> BlockKey | None:
         if (parent := event.get("parent_block_hash")) is not None:
-            return self._key_of.get(parent)
+            return self.key_of.get(parent)
         adapter = event.get("lora_name") or ""
         first = (event.get("extra_keys") or [None])[0] or ()
         salts = [each for each in first if isinstance(each, str) and each != adapter]
@@ -154,18 +154,18 @@ class NamedBlocks:
             return ()
         gone = [name for name in event["block_hashes"] if name in self._held]
         self._held.difference_update(gone)
-        keys = {self._key_of[name] for name in gone}
+        keys = {self.key_of[name] for name in gone}
         self._held_keys -= keys
         joined = b"".join(keys - self._expected.keys())
         return (pb.CacheEvent(removed=joined),) if joined else ()
 
     def _bound_names(self) -> None:
         """Drop the oldest names of blocks that are not held."""
-        if len(self._key_of) <= self._max_names:
+        if len(self.key_of) <= self._max_names:
             return
-        for name in [name for name in self._key_of if name not in self._held]:
-            del self._key_of[name]
-            if len(self._key_of) <= self._max_names // 2:
+        for name in [name for name in self.key_of if name not in self._held]:
+            del self.key_of[name]
+            if len(self.key_of) <= self._max_names // 2:
                 return
 
 

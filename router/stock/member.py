@@ -116,12 +116,12 @@ class Member:
         """Sleep until the listing changed or a request failed, or for so long."""
         await happens(self._wake, seconds)
 
-    def _join(self, facts: ServerFacts) -> "_Joined":
+    def _join(self, facts: ServerFacts) -> "Joined":
         model = model_of(facts, self._around.models, self._api.name)
         hello = hello_of(facts, self._server, model, self._api.name)
-        return _Joined(facts, hello, self._server, model, self._api, self._around)
+        return Joined(facts, hello, self._server, model, self._api, self._around)
 
-    async def _watch(self, joined: "_Joined") -> None:
+    async def _watch(self, joined: "Joined") -> None:
         """Watch a joined server until it is gone, or has left."""
         feed = joined.feed()
         async with Tasks() as tasks:
@@ -137,7 +137,7 @@ class Member:
                     following.result()
 
 
-class _Joined:
+class Joined:
     """A server between its joining and its leaving."""
 
     def __init__(
@@ -177,7 +177,7 @@ class _Joined:
             self._ended,
         )
         self._timer = asyncio.get_running_loop().call_later(0, lambda: None)
-        self.link.on_change = self._report
+        self.link.on_change = self.report_now
         model.links.add(self.worker, self.link)
         self._change((), True)
         log.info("%s joined for %s: %s", hello.worker_id, model.name, facts.summary())
@@ -253,12 +253,12 @@ class _Joined:
             self._others = max(0, load.running + load.waiting - own)
             self._others_blocks = max(0, used - self.link.num_blocks)
         self._draining = draining
-        self._report()
+        self.report_now()
         self._model.on_worker_report()
         self._model.dispatcher.kick()
         return True
 
-    def _report(self) -> None:
+    def report_now(self) -> None:
         """Report what this router has there, at once, and what others have, as it was last told."""
         self._timer.cancel()
         fleet, link = self._model.fleet, self.link
@@ -280,7 +280,7 @@ class _Joined:
             ),
         )
         if link.num_running > link.num_decoding:
-            self._timer = asyncio.get_running_loop().call_later(PROGRESS_S, self._report)
+            self._timer = asyncio.get_running_loop().call_later(PROGRESS_S, self.report_now)
 
     def _stands_still(self, load: Load) -> bool:
         """Return whether the engine has requests of this router, and did no step for the time of silence."""

@@ -65,6 +65,11 @@ class Client:
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._current = 0
 
+    @property
+    def address(self) -> str:
+        """Address of the router that served the last call."""
+        return self._addresses[self._current]
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -7,8 +7,8 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
 
 from cluster.config import Config, secrets_of, to_overrides
 from cluster.errors import StartError
@@ -124,7 +124,8 @@ class LocalCluster:
     """Routers, workers and what makes pictures ready; an async context manager that leaves no process behind."""
 
     def __init__(self, topology: Topology, say: Say = lambda _: None) -> None:
-        self._topology = topology
+        self.topology = topology
+        """Settings of all roles; `replace_roles` changes them."""
         self._say = say
         self.routers: list[RoleProcess] = []
         self.prefill: list[RoleProcess] = []
@@ -150,6 +151,10 @@ class LocalCluster:
     def addresses(self) -> list[str]:
         """Addresses of all routers."""
         return [router.address for router in self.routers]
+
+    def replace_roles(self, **roles: Any) -> None:
+        """Set fields of the topology, of roles that are not started yet."""
+        self.topology = replace(self.topology, **roles)
 
     @property
     def workers(self) -> Sequence[RoleProcess]:
@@ -193,25 +198,25 @@ class LocalCluster:
         await asyncio.gather(*(stop_process(role.process) for role in roles))
 
     async def _start(self) -> None:
-        routers = self._topology.routers
-        if (preprocessor := self._topology.preprocessor) is not None:
+        routers = self.topology.routers
+        if (preprocessor := self.topology.preprocessor) is not None:
             routers = with_preprocessor(routers, await self._start_media(preprocessor))
         self._say("starting the router")
         for config in routers:
             await self.add_router(config)
-        self._say(f"router at {', '.join(self.addresses)}; loading the model into {self._topology.num_workers} workers")
-        await all_of(self.add_worker(module, worker) for module, worker in self._topology.workers())
+        self._say(f"router at {', '.join(self.addresses)}; loading the model into {self.topology.num_workers} workers")
+        await all_of(self.add_worker(module, worker) for module, worker in self.topology.workers())
         self._say("waiting until every worker has joined the router")
-        for router, config in zip(self.routers, self._topology.routers, strict=True):
+        for router, config in zip(self.routers, self.topology.routers, strict=True):
             await await_members(
                 router.joined_at, member_of(config), len(self.prefill), len(self.decode), START_TIMEOUT_S
             )
 
     async def _start_media(self, config: PreprocessorConfig) -> str:
         """Start encode workers, then the preprocessor that names them; return its address."""
-        if self._topology.encoders:
-            self._say(f"loading the model's encoder into {len(self._topology.encoders)} encode workers")
-            await all_of(self._add_encoder(encoder_name(n), each) for n, each in enumerate(self._topology.encoders))
+        if self.topology.encoders:
+            self._say(f"loading the model's encoder into {len(self.topology.encoders)} encode workers")
+            await all_of(self._add_encoder(encoder_name(n), each) for n, each in enumerate(self.topology.encoders))
             config = config.model_copy(update={"encoders": tuple(encoder.address for encoder in self.encoders)})
         self._say("starting the preprocessor")
         self.preprocessor = await start_role("preprocessor", PREPROCESSOR, _stops_at_once(config))

@@ -76,13 +76,13 @@ class Supervisor:
         self._check(workers, autoscale)
         bundles = [module for module, config in workers for _ in range(config.nodes)]
         bundles += ["encode_worker"] * len(topology.encoders)
-        self._group = WorkerGroup(settings, [] if autoscale else bundles)
+        self.group = WorkerGroup(settings, [] if autoscale else bundles)
         self._say = say
         self._several_hosts = self._ground.several_hosts()
         self._joined_at: tuple[str, ...] = ()
         """Addresses of the routers for workers."""
         self._trust = member_of(topology.router)
-        self._roles: dict[str, Role] = {}
+        self.roles: dict[str, Role] = {}
         self._tasks = Tasks()
         self._keeping: dict[Role, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -108,20 +108,20 @@ class Supervisor:
         """
         if (config := self._topology.preprocessor) is None:
             return []
-        await self._group.reserve(self._say)
+        await self.group.reserve(self._say)
         of_node = {"host": ""} if self._several_hosts else {}
         encoders = [
-            self._role(encoder_name(number), "encode_worker", each, self._group.take("encode_worker"), of_node)
+            self._role(encoder_name(number), "encode_worker", each, self.group.take("encode_worker"), of_node)
             for number, each in enumerate(self._topology.encoders)
         ]
-        self._roles |= {role.name: role for role in encoders}
+        self.roles |= {role.name: role for role in encoders}
         started = await asyncio.gather(*(role.start() for role in encoders))
         if encoders:
             config = config.model_copy(update={"encoders": tuple(where.grpc for where in started)})
         options = {"num_cpus": 0, "scheduling_strategy": self._ground.here()}
         of_node = {"host": "", "advertise_host": ""} if self._several_hosts else {}
         role = self._role(PREPROCESSOR, "preprocessor", config, options, of_node)
-        self._roles[role.name] = role
+        self.roles[role.name] = role
         where = await role.start()
         role.config = config.model_copy(update=_ports_of(where))
         self._routers = with_preprocessor(self._routers, where.grpc)
@@ -135,7 +135,7 @@ class Supervisor:
             options = {"num_cpus": 0, "scheduling_strategy": here}
             of_node = {"host": ""} if self._several_hosts and config.host == "127.0.0.1" else {}
             role = self._role(config.router_id or "router", "router", config, options, of_node)
-            self._roles[role.name] = role
+            self.roles[role.name] = role
             where = await role.start()
             role.config = config.model_copy(update=_ports_of(where))
             started.append(where)
@@ -148,14 +148,14 @@ class Supervisor:
         Raises StartError.
         """
         if self._topology.preprocessor is None:
-            await self._group.reserve(self._say)
+            await self.group.reserve(self._say)
         roles: list[Role] = []
         for module, config in self._topology.workers():
             role = self._worker(module, config)
             if config.data_parallel_rank:
                 role.first = roles[-config.data_parallel_rank]
             roles.append(role)
-        self._roles |= {role.name: role for role in roles}
+        self.roles |= {role.name: role for role in roles}
         started = await asyncio.gather(*(role.start() for role in roles))
         return [address for role, where in zip(roles, started, strict=True) if (address := _metrics_of(role, where))]
 
@@ -180,23 +180,23 @@ class Supervisor:
 
     async def _name_encoders(self) -> None:
         """Tell the preprocessor where encode workers are, after one of these roles has started again."""
-        encoders = [role.at for role in self._roles.values() if role.module == "encode_worker"]
-        if encoders and (preprocessor := self._roles.get(PREPROCESSOR)) is not None:
+        encoders = [role.at for role in self.roles.values() if role.module == "encode_worker"]
+        if encoders and (preprocessor := self.roles.get(PREPROCESSOR)) is not None:
             await preprocessor.set_encoders(tuple(encoders))
 
     async def _find_room(self, role: Role) -> None:
         """Wait for room for a role, or until its end is wanted."""
         reported = False
-        while (options := await self._group.room(role.module, role.options)) is None and not role.leaving:
+        while (options := await self.group.room(role.module, role.options)) is None and not role.leaving:
             if not reported:
                 self._say(f"{role.name}: waiting for room on the Ray cluster")
             reported = True
         if options is None or options is role.options:
             return
         if role.leaving:
-            self._group.give_back(options)
+            self.group.give_back(options)
         else:
-            self._group.give_back(role.options)
+            self.group.give_back(role.options)
             role.options = options
 
     async def _start_in_place(self, role: Role) -> Addresses | None:
@@ -208,7 +208,7 @@ class Supervisor:
             starting = tasks.spawn(role.start())
             while not starting.done():
                 await asyncio.wait([starting], timeout=AT_ONCE_S)
-                if not starting.done() and not await self._group.has_place(role.options):
+                if not starting.done() and not await self.group.has_place(role.options):
                     role.kill()
                     return None
             return starting.result()
@@ -222,8 +222,8 @@ class Supervisor:
             if config.data_parallel > 1 and not config.data_parallel_rank:
                 of_node["data_parallel_address"] = ""
         config = config.model_copy(update=update)
-        role = self._role(config.worker_id, module, config, self._group.take(module), of_node)
-        role.further_nodes = [self._group.take(module) for _ in range(1, config.nodes)]
+        role = self._role(config.worker_id, module, config, self.group.take(module), of_node)
+        role.further_nodes = [self.group.take(module) for _ in range(1, config.nodes)]
         return role
 
     def _role(self, *arguments: Any) -> Role:
@@ -238,7 +238,7 @@ class Supervisor:
 
         Returns when no role is left that should run.
         """
-        for role in self._roles.values():
+        for role in self.roles.values():
             self._keep(role)
         while self._keeping:
             self._changed.clear()
@@ -253,8 +253,8 @@ class Supervisor:
 
     async def stop(self) -> None:
         await self._tasks.close()
-        await asyncio.gather(*(role.stop() for role in self._roles.values()))
-        self._group.remove()
+        await asyncio.gather(*(role.stop() for role in self.roles.values()))
+        self.group.remove()
 
     def _keep(self, role: Role, cause: str = "") -> None:
         self._keeping[role] = self._tasks.spawn(self._keep_one(role, cause))
@@ -272,7 +272,7 @@ class Supervisor:
                 cause = await role.ending()
                 wait_s = FIRST_WAIT_S if loop.time() - began_at > LONG_ENOUGH_S else wait_s
             if not cause and not role.leaving:
-                self._group.give_back(role.options)
+                self.group.give_back(role.options)
             if role.leaving or not cause:
                 break
             while cause and not role.leaving:
@@ -286,8 +286,8 @@ class Supervisor:
                 break
             self._say(f"{role.name} runs again")
             self._say.done()
-        if self._roles.get(role.name) is role:  # another of its name may have replaced it
-            del self._roles[role.name]
+        if self.roles.get(role.name) is role:  # another of its name may have replaced it
+            del self.roles[role.name]
 
     async def _start_again(self, role: Role) -> str:
         """Restart a role; return why it did not start, or empty."""
@@ -333,7 +333,7 @@ class Supervisor:
         Raises TandemError.
         """
         async with self._order:
-            members = [self._roles[name] for name in names if name in self._roles]
+            members = [self.roles[name] for name in names if name in self.roles]
             await asyncio.gather(*(each.switch(role) for each in members))
             self._say(f"{', '.join(each.name for each in members)}: {role} workers now")
             self._say.done()
@@ -349,10 +349,10 @@ class Supervisor:
         members = self._of_role(role, model)
         if role == "decode" and count == 0 and members:
             raise TandemError("decode=0: nothing would be served; tandem down ends the cluster")
-        leaving, taken = members[count:], set(self._roles)
+        leaving, taken = members[count:], set(self.roles)
         await asyncio.gather(*(each.leave() for each in leaving))
         for each in leaving:
-            self._group.give_back(each.options)
+            self.group.give_back(each.options)
         free = (name for number in range(count + len(taken)) if (name := f"{prefix}{number}") not in taken)
         new = [
             self._worker(MODULES[role], pattern.model_copy(update={"worker_id": next(free)}))
@@ -376,9 +376,9 @@ class Supervisor:
             if isinstance(outcome, BaseException):
                 failures.append(outcome)
                 await role.stop()
-                self._group.give_back(role.options)
+                self.group.give_back(role.options)
             else:
-                self._roles[role.name] = role
+                self.roles[role.name] = role
                 self._keep(role)
         if failures:
             raise TandemError("; ".join(map(str, failures)))
@@ -389,9 +389,9 @@ class Supervisor:
         The only worker of its role leaves when a successor has joined, where there are resources for two.
         """
         await self._look()
-        workers = [role for role in self._roles.values() if role.is_worker]
+        workers = [role for role in self.roles.values() if role.is_worker]
         for role in workers:
-            if role.leaving or self._roles.get(role.name) is not role:  # told to stop meanwhile
+            if role.leaving or self.roles.get(role.name) is not role:  # told to stop meanwhile
                 continue
             if role.first is not None:  # restarted with the first of its group
                 continue
@@ -400,7 +400,7 @@ class Supervisor:
                 await self._start_anew(members)
                 continue
             alone = await self._is_alone(role)
-            options = await self._group.spare(role.module) if alone else None
+            options = await self.group.spare(role.module) if alone else None
             if options is not None:
                 await self._follow(role, options)
                 continue
@@ -413,7 +413,7 @@ class Supervisor:
     async def _is_alone(self, role: Role) -> bool:
         """Return whether no other worker of its model and role serves."""
         serving = await self._ground.workers_at(self._joined_at[0], self._trust)
-        others = (each for each in self._roles.values() if each is not role and each.module == role.module)
+        others = (each for each in self.roles.values() if each is not role and each.module == role.module)
         return not any(each.at in serving and each.config.model == role.config.model for each in others)
 
     async def _follow(self, role: Role, options: dict[str, Any]) -> None:
@@ -422,7 +422,7 @@ class Supervisor:
         Raises TandemError.
         """
         prefix = role.name.rpartition("-")[0]
-        name = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in self._roles)
+        name = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in self.roles)
         config = role.config.model_copy(update={"worker_id": name})
         follower = self._role(name, role.module, config, options, role.of_node)
         await self._add([follower])
@@ -430,11 +430,11 @@ class Supervisor:
             await self._joined(follower)
         except TandemError:
             await follower.stop()
-            self._group.give_back(follower.options)
+            self.group.give_back(follower.options)
             raise
         self._say(f"{role.name} is replaced by {name}")
         await role.leave()
-        self._group.give_back(role.options)
+        self.group.give_back(role.options)
 
     async def _start_anew(self, roles: Sequence[Role]) -> None:
         """Restart roles that only run together in their places after they have left, repeatedly if one does not start.
@@ -456,7 +456,7 @@ class Supervisor:
             if isinstance(outcome, BaseException) and not isinstance(outcome, StartError):
                 raise outcome
             cause = "" if outcome is None else str(outcome)
-            self._roles[again.name] = again
+            self.roles[again.name] = again
             self._keep(again, cause)
             causes += [cause] if cause else []
         if causes:
@@ -478,13 +478,13 @@ class Supervisor:
                 await asyncio.sleep(LOOK_FOR_IT_EVERY_S)
 
     async def _look(self) -> None:
-        await asyncio.gather(*(role.look() for role in self._roles.values() if role.is_worker))
+        await asyncio.gather(*(role.look() for role in self.roles.values() if role.is_worker))
 
     def _of_role(self, role: str, model: str) -> list[Role]:
         """Return the roles of a model by present role, in order of their numbers."""
         prefixes = [prefix for each in MODULES for prefix in self._patterns(each, model)]
         roles: list[tuple[int, str, Role]] = []
-        for each in self._roles.values():
+        for each in self.roles.values():
             prefix, _, number = each.name.rpartition("-")
             if each.module == MODULES[role] and not each.leaving and f"{prefix}-" in prefixes and number.isdecimal():
                 roles.append((int(number), each.name, each))

@@ -1,7 +1,6 @@
 """LoRA adapters as models of their own: a cluster whose workers have different ones."""
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,14 @@ async def site(model: Path, tmp_path: Path, cluster_of: Any) -> AsyncIterator[tu
     cluster = cluster_of(
         model, prefill=1, decode=3, engine="sim", sim_step_ms=1.0, router=LENDER_ALWAYS | {"http_port": 0}
     )
-    topology = cluster._topology
+    topology = cluster.topology
     sets = {"both": {"legal": legal, "poems": poems}, "legal-only": {"legal": legal}, "none": {}}
     decode = tuple(
         worker.model_copy(update={"worker_id": name, "adapters": adapters})
         for worker, (name, adapters) in zip(topology.decode, sets.items(), strict=True)
     )
     prefill = tuple(worker.model_copy(update={"adapters": sets["both"]}) for worker in topology.prefill)
-    cluster._topology = replace(topology, prefill=prefill, decode=decode)
+    cluster.replace_roles(prefill=prefill, decode=decode)
     async with running(cluster) as (cluster, client):
         yield cluster, client
 

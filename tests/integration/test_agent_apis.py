@@ -369,7 +369,8 @@ async def test_message_tokens_are_those_that_an_answer_has(site: Site) -> None:
     ],
 )
 async def test_what_is_not_offered_below_responses_says_its_name(site: Site, path: str, method: str) -> None:
-    response = await site.openai._client.request(method, f"http://{site.http}{path}", json={})
+    async with openai.DefaultAsyncHttpxClient() as web:
+        response = await web.request(method, f"http://{site.http}{path}", json={})
     assert response.status_code == 404
     assert response.json()["error"]["message"] == f"{method} {path}: is not offered here"
 

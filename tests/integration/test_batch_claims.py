@@ -65,7 +65,7 @@ async def test_a_lease_is_kept_released_and_taken_over(redis: RedisServer, batch
     await lease.release()
     second = await other.claim(batch)
     assert second is not None
-    second._keeping.cancel()  # type: ignore[attr-defined] # as if its router was killed
+    second.keeping.cancel()  # type: ignore[attr-defined] # as if its router was killed
     third = await taken(one, batch)
     assert second.lost.is_set()
     await second.release()

@@ -318,7 +318,7 @@ async def test_the_process_may_be_somebody_elses(tmp_path: Path, sim_model: Mode
                 before = Link.read(folder).key
                 ports = {"port": int(cluster.router.address.rsplit(":", 1)[1])}
                 ports["http_port"] = int(cluster.router.http_address.rsplit(":", 1)[1])
-                config = cluster._topology.router.model_copy(update=ports | {"drain_s": 0.0})
+                config = cluster.topology.router.model_copy(update=ports | {"drain_s": 0.0})
                 cluster.router.process.send_signal(signal.SIGKILL)
                 await cluster.router.process.wait()
                 cluster.router = await start_role("router", "router", config)

@@ -1,6 +1,5 @@
 """A canary among decode workers: which requests it gets, of a real cluster."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ PROMPT = [1, 2, 3, 4, 5]
 async def test_a_canary_gets_its_share_until_it_goes(model: Path, cluster_of: Any) -> None:
     """The requests are those whose lot says so, whoever runs what: so it is known before."""
     cluster = cluster_of(model, prefill=0, decode=2, engine="sim", sim_step_ms=1.0, drain_s=0.0)
-    plain, canary = cluster._topology.decode
+    plain, canary = cluster.topology.decode
     decode = (plain, canary.model_copy(update={"worker_id": "canary", "traffic_share": SHARE}))
-    cluster._topology = replace(cluster._topology, decode=decode)
+    cluster.replace_roles(decode=decode)
     ids = [f"request {number}" for number in range(60)]
     theirs = {request_id for request_id in ids if traffic_hash_of(request_id) < SHARE}
     assert 5 < len(theirs) < 30

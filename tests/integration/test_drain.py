@@ -202,7 +202,7 @@ async def test_a_lender_is_drained_under_load(model, cluster_of, audit, drain_s:
         cluster,
         client,
     ):
-        (config,) = cluster._topology.prefill
+        (config,) = cluster.topology.prefill
         leaving = await cluster.add_worker(
             "prefill_worker", config.model_copy(update={"worker_id": "leaving", "drain_s": drain_s})
         )
@@ -242,7 +242,7 @@ async def test_every_worker_is_restarted_in_turn_under_load(model, cluster_of, a
     """A rolling update. No request fails, though the router would not try any a second time."""
     settings = SIM | {"sim_step_ms": 3.0, "drain_s": 0.3}  # the longest streams take a second and more
     async with running(cluster_of(model, prefill=2, decode=2, router=NO_FAILURE, **settings)) as (cluster, client):
-        configs = {config.worker_id: (module, config) for module, config in cluster._topology.workers()}
+        configs = {config.worker_id: (module, config) for module, config in cluster.topology.workers()}
         shapes = [(seed, 40 + 60 * seed, 30 + 200 * (seed % 3)) for seed in range(6)]
         asking = await Asking.begin(client, [(prompt_of(seed, length), count) for seed, length, count in shapes])
         for name, (module, config) in configs.items():
@@ -323,7 +323,7 @@ async def test_routers_behind_one_address_are_replaced_one_by_one_under_load(  #
             wanted = [(prompt_of(seed, 40 + 30 * seed), 30 + 100 * (seed % 3)) for seed in range(6)]
             asking = await Asking.begin(client, wanted)
             completing = asyncio.ensure_future(complete_for_ever(http.address, prompt_of(1, 30)))
-            for config in cluster._topology.routers:
+            for config in cluster.topology.routers:
                 leaving = cluster.routers.pop(0)
                 grpc.ready.remove(leaving.address)
                 http.ready.remove(leaving.http_address)
@@ -383,7 +383,7 @@ async def test_a_draining_worker_lends_what_it_has_and_computes_for_nobody(model
         decode.process.send_signal(signal.SIGTERM)
         await says_that_it_stops(decode.address)
         late = await cluster.add_worker(
-            "decode_worker", cluster._topology.decode[0].model_copy(update={"worker_id": "late"})
+            "decode_worker", cluster.topology.decode[0].model_copy(update={"worker_id": "late"})
         )
         cluster.engines.append(engine_of(late))
 

@@ -46,7 +46,7 @@ async def supervised(cluster: LocalCluster) -> AsyncIterator[None]:
             for worker in [each for each in cluster.workers if each.process.returncode is not None]:
                 pool = cluster.decode if worker in cluster.decode else cluster.prefill
                 pool.remove(worker)
-                (again,) = [each for each in cluster._topology.workers() if each[1].worker_id == worker.name]
+                (again,) = [each for each in cluster.topology.workers() if each[1].worker_id == worker.name]
                 cluster.engines.append(engine_of(await cluster.add_worker(*again)))  # type: ignore[attr-defined]
             await asyncio.sleep(0.02)
 

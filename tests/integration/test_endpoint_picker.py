@@ -22,7 +22,7 @@ from router.models.config import FleetConfig
 from router.models.model_runtimes import ModelRuntimes
 from router.runtime import start_router
 from router.stock.facts import ServerAccess, ServerApi
-from router.stock.member import Surroundings, _Joined, hello_of
+from router.stock.member import Joined, Surroundings, hello_of
 from router.stock.sources.servers import Server
 from support.gateway import BUFFERED, DUPLEX, NONE, PARTIAL, STREAMED, WHOLE, Gateway, Sent, split
 from support.picker_site import ask, body_of, calling, drive, num_counted
@@ -79,7 +79,7 @@ async def test_a_prompt_goes_to_the_server_that_holds_its_blocks(folder: Path, m
         async with calling(site.address) as call:
             await drive(call, gateway)
             gateway.check_forwarded(B, body)
-            (placed,) = site.model.dispatcher.admission._running
+            (placed,) = site.model.dispatcher.admission.running
             assert not placed.started
             assert num_counted(site) == 1
             await drive(call, gateway, responds=True)
@@ -399,8 +399,8 @@ async def test_requests_of_a_gateway_count_in_reports_of_a_server(folder: Path) 
         around = Surroundings(config, ModelRuntimes([site.model], ""), access, 10.0, lambda model: None)
         server = Server(f"http://{A}", config.servers[0], "both")
         hello = hello_of(facts_of("m"), server, site.model, A)
-        joined = _Joined(facts_of("m"), hello, server, site.model, ServerApi(server.url, access), around)
-        joined._report()
+        joined = Joined(facts_of("m"), hello, server, site.model, ServerApi(server.url, access), around)
+        joined.report_now()
         site.model.on_worker_report()
         gets = [request_of(None, headers={":method": "GET", ":path": "/v1/models"}) for _ in range(2)]
         asks = request_of(body_of(prompt=WORDS, max_tokens=20))

@@ -83,7 +83,7 @@ async def test_streams_survive_their_decode_workers(speaking_model, cluster_of, 
 
         undisturbed = await finished(start("undisturbed"))
         assert any(stream.text for stream in undisturbed)
-        config = cluster._topology.decode[0]
+        config = cluster.topology.decode[0]
         for kill in (kill_worker, kill_front, kill_engine):
             victim = named(cluster, "decode-0")
             engine = engine_of(victim)
@@ -220,7 +220,7 @@ async def test_lenders_that_hang_wake_and_die_in_mid_loan(model, cluster_of, aud
         assert not any(stream.receipt.placement.lender for stream in alone)
 
         cluster.prefill.remove(lender)
-        restarted = await cluster.add_worker("prefill_worker", cluster._topology.prefill[0])
+        restarted = await cluster.add_worker("prefill_worker", cluster.topology.prefill[0])
         cluster.engines.append(engine_of(restarted))
         await workers_joined(client, 1, 1)
         lent = await finished(start("restarted"))
@@ -292,7 +292,7 @@ async def test_the_router_dies_and_comes_back(model, cluster_of, audit) -> None:
             with pytest.raises(Unavailable):
                 await stream.task
         await audit(alive(cluster))
-        cluster.router = await start_role("router", "router", cluster._topology.router)
+        cluster.router = await start_role("router", "router", cluster.topology.router)
         await workers_joined(client, 1, 2)
 
         async def told() -> bool:

@@ -58,11 +58,11 @@ async def test_what_does_not_compile_names_its_field_and_the_cause() -> None:
             assert fault.field == f"sampling.structured.{structured.kind}"
             assert cause in fault.message
             assert len(fault.message) < 400, "it travels in a trailer"
-        (process,) = checker._idle
+        (process,) = checker.idle
         await checker.check(GOOD)
         await checker.check(StructuredOutput("json_object", ()))
         await checker.check(StructuredOutput("choice", ("a", "é", "\n", '"', "\\")))
-        assert checker._idle == [process], "none of them ended it"
+        assert checker.idle == [process], "none of them ended it"
 
 
 async def test_what_overflows_the_stack_ends_the_checker_and_not_the_router() -> None:
@@ -168,11 +168,11 @@ def test_a_router_is_not_forked_for_it() -> None:
 async def test_one_that_died_while_nothing_was_asked_is_started_again() -> None:
     async with checking() as checker:
         await checker.check(GOOD)
-        (first,) = checker._idle
+        (first,) = checker.idle
         first.process.kill()
         first.process.wait()
         await checker.check(StructuredOutput("regex", ("b+",)))
-        (second,) = checker._idle
+        (second,) = checker.idle
         assert second is not first
 
 
@@ -186,7 +186,7 @@ async def test_a_model_without_an_end_token_is_told_so_once(tmp_path: Path) -> N
             fault = await fault_of(checker, GOOD)
             assert fault.field == "sampling.structured"
             assert "no end token" in fault.message
-        assert not checker._idle
+        assert not checker.idle
 
 
 async def test_a_grammar_is_returned_as_it_is_to_be_compiled() -> None:

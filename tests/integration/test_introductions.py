@@ -82,8 +82,8 @@ async def test_a_warm_torch_engine_has_computed_and_has_nothing(tiny_model: Path
         assert engine.ready.warm_up_s > 0
         await engine.audited()
         engine.send(InspectCache(2), TakeSnapshot())
-        await engine.until(lambda: engine._said(CacheInspected) and engine._said(CacheChanged))
-        await engine.until(lambda: engine._said(LoadReport))
+        await engine.until(lambda: engine.has_said(CacheInspected) and engine.has_said(CacheChanged))
+        await engine.until(lambda: engine.has_said(LoadReport))
         (inspected,) = [message for message in engine.said if isinstance(message, CacheInspected)]
         assert (inspected.held, inspected.filled) == (0, 0)
         assert all(not message.events for message in engine.said if isinstance(message, CacheChanged))

@@ -24,8 +24,8 @@ SLOWLY = {"sim_prompt_token_us": 5000.0}
 
 def only_reading(cluster: Any) -> Any:
     """Decode workers that compute prompts so slowly that no silence of a lender on a busy machine makes them begin."""
-    slow = [config.model_copy(update=SLOWLY) for config in cluster._topology.decode]
-    object.__setattr__(cluster._topology, "decode", tuple(slow))
+    slow = [config.model_copy(update=SLOWLY) for config in cluster.topology.decode]
+    cluster.replace_roles(decode=tuple(slow))
     return cluster
 
 
@@ -158,7 +158,7 @@ async def test_a_lender_brings_back_what_it_evicted(model: Path, cluster_of: Any
         first = await ask(client, prompt, max_tokens=4)
         await fill(client, ask, range(21, 25))
         # The decode worker's own tier would do, so another one takes its place, with nothing.
-        ((_, config),) = [(module, c) for module, c in cluster._topology.workers() if module == "decode_worker"]
+        ((_, config),) = [(module, c) for module, c in cluster.topology.workers() if module == "decode_worker"]
         await stop_process(cluster.decode.pop().process)
         await cluster.add_worker("decode_worker", config.model_copy(update=SLOWLY | {"worker_id": "another"}))
         await would_read(client, prompt, 150, decode_worker="another", lender="prefill-0")

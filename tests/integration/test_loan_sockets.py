@@ -196,7 +196,7 @@ def test_one_connection_serves_both_directions() -> None:
     until(lambda: b.wants, a, b)
     second = b.borrow(a.peer, want_of())
     until(lambda: a.wants, a, b)
-    assert len(a.network._connections) == len(b.network._connections) == 1
+    assert len(a.network.connections) == len(b.network.connections) == 1
     a.given[0].refuse("no room")
     b.given[0].send(STARTED)
     until(lambda: first.messages and second.reason, a, b)
@@ -229,7 +229,7 @@ def test_an_engine_that_is_not_there(change: dict[str, object], reason: str) -> 
     assert loan.reason is not None
     assert loan.reason.startswith(reason.replace("\\", "")), loan.reason
     assert not b.wants
-    assert not a.network._connections, "the next loan tries again"
+    assert not a.network.connections, "the next loan tries again"
 
 
 def test_another_model_or_version_lends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_an_idle_connection_is_no_silence() -> None:
     until(lambda: b.closed, a, b)
     began_at = a.network.now
     until(lambda: a.network.now - began_at > 1.0, a, b)
-    assert len(a.network._connections) == 1
+    assert len(a.network.connections) == 1
     again = a.borrow(b.peer, want_of())
     assert again.taken.quiet_s < 0.5
     until(lambda: len(b.wants) == 2, a, b)
@@ -341,7 +341,7 @@ def test_engines_connect_ahead() -> None:
     assert b.met == [a.endpoint], "it connects to the caller's memory, too"
     loan = a.borrow(b.peer, want_of())
     until(lambda: b.wants, a, b)
-    assert len(a.network._connections) == 1
+    assert len(a.network.connections) == 1
     assert loan.reason is None
 
 
@@ -437,5 +437,5 @@ def test_a_caller_that_says_nothing_is_turned_away(monkeypatch: pytest.MonkeyPat
     b = engine("b")
     host, _, port = b.address.rpartition(":")
     with socket.create_connection((host, int(port))):
-        until(lambda: b.network._all, b)
-        until(lambda: not b.network._all, b)
+        until(lambda: b.network.all_connections, b)
+        until(lambda: not b.network.all_connections, b)

@@ -86,7 +86,7 @@ def test_columns_after_the_last_are_not_written(kernels: Kernels) -> None:
     x, weights = randn(3, 64), randn(70, 64, seed=1)
     guarded = torch.full((4, 70), 7.0, dtype=torch.bfloat16)
     packed = kernels.pack(weights)
-    linear_kernel = kernels._function(LINEAR, "tandem_linear")
+    linear_kernel = kernels.function(LINEAR, "tandem_linear")
     for adds in (False, True):
         linear_kernel(x.data_ptr(), 64, 3, packed.pointer, 70, 64, None, guarded.data_ptr(), 70, adds)
         assert (guarded[3] == 7).all()

@@ -269,7 +269,7 @@ async def test_a_broken_off_stream_has_a_typed_status(site: Site) -> None:
 async def test_the_loop_turns_while_a_long_text_is_tokenised() -> None:
     """With a tokenizer that keeps the GIL it turns once or twice, whatever thread it is on."""
     encoder = PromptEncoder(ModelDir.open(STORYTELLER))
-    encoder._max_chars = None
+    encoder.max_chars = None
     text = "the cat sat on " * (1 << 17)  # 2 MB
     turns = 0
     encoding = asyncio.ensure_future(encoder.encode(pb.GenerateRequest(text=text)))

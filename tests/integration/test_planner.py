@@ -169,7 +169,7 @@ async def test_a_pool_of_none_comes_back_with_the_next_request(model, cluster_of
                 stream = Stream(client, prompt_of(1, 40), 20)
                 await until(lambda: wants(1), "somebody asks")
                 assert not stream.task.done()
-                again = await cluster.add_worker("decode_worker", cluster._topology.decode[0])
+                again = await cluster.add_worker("decode_worker", cluster.topology.decode[0])
                 cluster.engines.append(engine_of(again))
                 await finished([stream])
             finally:

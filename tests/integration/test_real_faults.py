@@ -216,12 +216,12 @@ def _linked(cluster: Any) -> list[CutLink]:
     to_engines, for_routers = [], []
     for role in ("prefill", "decode"):
         told = []
-        for config in getattr(cluster._topology, role):
+        for config in getattr(cluster.topology, role):
             ports = {name: free_port("127.0.0.1", "127.0.0.2") for name in ("port", "stream_port", "loan_port")}
             told.append(config.model_copy(update={"advertise_host": "127.0.0.2", **ports}))
             to_engines.append(CutLink("127.0.0.2", ports["loan_port"], "127.0.0.1"))
             for_routers += [CutLink("127.0.0.2", ports[name], "127.0.0.1") for name in ("port", "stream_port")]
-        object.__setattr__(cluster._topology, role, tuple(told))
+        cluster.replace_roles(**{role: tuple(told)})
     return [*to_engines, *for_routers]
 
 

@@ -167,7 +167,7 @@ async def test_redis_is_killed_hung_and_restarted_empty_under_load(  # type: ign
 
         # Who comes afterwards is found, and finds: a router and a worker.
         one_more = await cluster.add_router(RouterConfig(model=model, port=0, router_id="one-more", **settings))
-        late = cluster._topology.decode[0].model_copy(update={"worker_id": "late"})
+        late = cluster.topology.decode[0].model_copy(update={"worker_id": "late"})
         cluster.engines.append(engine_of(await cluster.add_worker("decode_worker", late)))
         for router in cluster.routers:
             async with Client(router.address) as client:
@@ -206,7 +206,7 @@ async def test_two_routers_of_one_id_are_refused_by_the_worker_that_sees_both(  
     async with running(cluster_of(model, router={"router_id": "same"}, **SIM)) as (cluster, client):
         other = await start_role("router", "other", RouterConfig(model=model, port=0, router_id="same"))
         try:
-            (config,) = cluster._topology.prefill
+            (config,) = cluster.topology.prefill
             both = {"worker_id": "sees-both", "routers": (cluster.address, other.address)}
             worker = await start_role("prefill_worker", "sees-both", config.model_copy(update=both))
             async with Client(other.address) as second:
@@ -245,7 +245,7 @@ async def test_a_worker_of_a_taken_name_is_refused_and_one_whose_predecessor_is_
     model, cluster_of, monkeypatch, capfd
 ) -> None:
     async with running(cluster_of(model, **SIM)) as (cluster, client):
-        (config,) = cluster._topology.decode
+        (config,) = cluster.topology.decode
         first = cluster.decode[0]
         impostor = await cluster.add_worker("decode_worker", config)
         cluster.engines.append(engine_of(impostor))

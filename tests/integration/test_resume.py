@@ -85,7 +85,7 @@ async def test_streams_of_a_killed_router_go_on_at_another(story: Path) -> None:
 
             await until(most_have_begun, "most streams have begun")
             await asyncio.sleep(rng.random() * 0.3)  # any further moment will do
-            which = site.addresses.index(one._addresses[one._current])
+            which = site.addresses.index(one.address)
             site.routers[which].process.kill()
             await site.routers[which].process.wait()
             site.routers[which] = await site.start_router(which, Revision(story, {}))

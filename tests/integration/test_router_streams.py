@@ -31,7 +31,7 @@ async def tokens(client: Client, count: int = NUM_TOKENS) -> list[int]:
 
 
 def streams_of(pool: SimPool, worker_id: str) -> Any:
-    return pool.workers[worker_id].worker._stream_server._streams
+    return pool.workers[worker_id].worker.stream_server.streams
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ async def test_a_broken_stream_loses_no_token_and_its_worker_joins_again(model: 
             stream = Stream(client, [1, 2, 3], NUM_TOKENS)
             await stream.reached(5)
             (broken,) = streams_of(pool, "d")
-            broken._transport.abort()
+            broken.transport.abort()
             await finished([stream])
             assert stream.token_ids == undisturbed
             assert stream.receipt.placement.attempt == 2
@@ -125,7 +125,7 @@ async def test_a_connection_without_a_key_serves_requests_and_gets_no_events(mod
     stream = MuxStream(membership_pb2.StreamOpening().SerializeToString())
     notes: list[bytes] = []
     stream.mux.on_note = notes.append
-    await stream.connect(started.worker._context.stream_address, None)
+    await stream.connect(started.worker.context.stream_address, None)
     ended: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     stream.mux.open(
         decode_pb2.DecodeRequest(worker_incarnation=b"another").SerializeToString()

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from cluster.network.rpc import media_channel
 from conftest import Ask
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
@@ -62,8 +63,8 @@ async def test_by_grpc(tmp_path: Path, ask: Ask, audit: Any) -> None:
         async with Client(cluster.address) as warm:
             await ask(warm, [1, 2, 3])
         sampling = pb.Sampling(max_tokens=MAX_TOKENS, ignore_eos=True)
-        async with Client(cluster.address) as client:
-            stub: pb_grpc.InferenceAsyncStub = client._stubs[0]  # type: ignore[assignment]
+        async with media_channel(cluster.address) as link:
+            stub: pb_grpc.InferenceAsyncStub = pb_grpc.InferenceStub(link)  # type: ignore[assignment]
             calls = [
                 stub.Generate(pb.GenerateRequest(token_ids=[1, 2, n], sampling=sampling)) for n in range(NUM_SILENT)
             ]

@@ -119,7 +119,7 @@ def test_one_worker_cannot_have_the_rank_of_another_and_its_own_next_process_can
         hello = b'{"kind": "hello", "rank": 1, "worker_id": "worker-1", "facts": {"model": "m", "vllm_args": "%s"}}\n'
         with socket.create_connection(("127.0.0.1", port)) if _listens(port) else socket.socket() as before:
             before.sendall(hello % b"--enable-expert-parallel")
-            head.until(lambda: 1 in head.group._peers)
+            head.until(lambda: 1 in head.group.peers)
             with pytest.raises(StartError, match="worker worker-1 is rank 1 of the group already"):
                 Rank(1, 3, port, "other").group.meet(FACTS, 4)
             after = Rank(1, 3, port)

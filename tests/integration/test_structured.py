@@ -197,9 +197,9 @@ def test_states_are_made_from_tokens_alone(model: Path) -> None:
         assert (before.bits == again.bits).all()
         assert before.bits[0][token_id // 32] >> token_id % 32 & 1
         known.token_ids.append(token_id)
-    assert len(grammars._states) == 1
+    assert len(grammars.states) == 1
     del known
-    assert len(grammars._states) == 0, "a state lives no longer than its sequence"
+    assert len(grammars.states) == 0, "a state lives no longer than its sequence"
 
 
 def _sequence(structured: StructuredOutput | None, output: tuple[int, ...] = (), **options: Any) -> EngineSequence:

@@ -115,7 +115,7 @@ def test_nixl_never_hears_of_a_peer_whose_memory_is_read_without_it(
     for endpoint, is_told in [(lenders[0].endpoint, False), (json.dumps(fields).encode(), True)]:
         peer = reader.connect(endpoint)
         reader.read(peer, [Span(0, 0, BLOCK)]).result(TIMEOUT_S)
-        assert reader._agent.check_remote_metadata(peer.name) is is_told
+        assert reader.agent.check_remote_metadata(peer.name) is is_told
         reader.drop(peer)
     reader.connect(lenders[0].endpoint)
 

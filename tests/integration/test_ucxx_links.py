@@ -189,11 +189,11 @@ def test_a_link_that_was_cut_is_made_anew_by_the_next_read(lender: Lender, readi
     reader, pool = reading
     peer = reader.connect(lender[1].pack())
     reader.read(peer, [Span(0, 0, 8)]).result(TIMEOUT_S)
-    for link in list(lender[0]._lends):
+    for link in list(lender[0].lends):
         assert link.control is not None
-        link.control._socket.shutdown(socket.SHUT_RDWR)
+        link.control.connection.shutdown(socket.SHUT_RDWR)
     give_up_at = time.monotonic() + TIMEOUT_S
-    while reader._borrows[peer].control is not None:
+    while reader.borrows[peer].control is not None:
         assert time.monotonic() < give_up_at
         time.sleep(0.002)
     reader.read(peer, [Span(8, 0, 8)]).result(TIMEOUT_S)
@@ -218,7 +218,7 @@ def test_what_is_closed_leaves_no_descriptor_behind(lender: Lender) -> None:
         reader.read(reader.connect(lender[1].pack()), [Span(0, 0, POOL_BYTES)]).result(TIMEOUT_S)
         reader.close()
         give_up_at = time.monotonic() + TIMEOUT_S
-        while lender[0]._lends and time.monotonic() < give_up_at:
+        while lender[0].lends and time.monotonic() < give_up_at:
             time.sleep(0.002)
         return len(os.listdir("/proc/self/fd"))
 

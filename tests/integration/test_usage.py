@@ -100,7 +100,7 @@ async def test_routers_keep_one_ledger_in_redis(redis: RedisServer, monkeypatch:
     entries = [replace(ENTRY, request_id=f"r{number}", tenant=TENANTS[number % 2]) for number in range(40)]
     entries += [replace(ENTRY, request_id="later", at=ENTRY.at + 86_400, tenant='a "b": \n')]
     await asyncio.gather(*(ledgers[number % 2].add(entry) for number, entry in enumerate(entries)))
-    await ledgers[0]._write(entries[0])  # a call whose answer was lost is made again
+    await ledgers[0].write(entries[0])  # a call whose answer was lost is made again
     expected = [UsageTotal("2026-11-25", tenant, "m", 20, 2000, 1200, 400, 100) for tenant in TENANTS]
     expected.append(UsageTotal("2026-11-26", 'a "b": \n', "m", 1, 100, 60, 20, 5))
     assert await ledgers[1].since(2) == expected

@@ -88,7 +88,7 @@ class Site:
         """`first_token_by` and `deadline` count from now."""
         absolute: dict[str, Any] = {name: self.now + seconds for name, seconds in times.items()}
         info = info or RequestInfo(tenant, priority, self.now, **absolute)
-        return self.arrive(info, demand_of(num_blocks, usable), self._keys(usable))
+        return self.arrive(info, demand_of(num_blocks, usable), self.keys(usable))
 
     def arrive(self, info: RequestInfo, demand: Demand, keys: Sequence[bytes] = ()) -> QueuedRequest:
         waiting, outcomes = self.admission.arrived(info, demand, keys, self.now)
@@ -96,7 +96,7 @@ class Site:
         self._absorb(outcomes)
         return waiting
 
-    def _keys(self, usable: int) -> list[bytes]:
+    def keys(self, usable: int) -> list[bytes]:
         """Nobody else's."""
         number = next(_KEYS)
         return [f"{number}-{block}".encode() for block in range(usable)]
@@ -162,11 +162,11 @@ class Site:
         assert all(waiting in self.waiting for waiting in admission.reserved_workers().values())
         limit = max(1, int(self.fleet.snapshot.decodes.sum()) // 4)
         assert len(admission.reserved_workers()) <= limit
-        for queue in admission._queues.values():
+        for queue in admission.queues.values():
             assert queue.num_waiting == sum(len(line.requests) for line in queue.lines.values())
             assert queue.tokens == sum(waiting.cost for waiting in queue)
             assert not queue.lines or queue.least_need == min(waiting.need for waiting in queue)
-            assert set(queue.lines) == {line.tenant for line in queue._ring}
+            assert set(queue.lines) == {line.tenant for line in queue.first_lines(len(queue.lines) + 1)}
             for line in queue.lines.values():
                 assert line.requests == sorted(line.requests, key=lambda waiting: waiting.order)
                 assert line.least_need == min(waiting.need for waiting in line.requests)

@@ -88,7 +88,7 @@ async def start_router_again(cluster: LocalCluster) -> RoleProcess:
     ports = {"port": int(before.address.rsplit(":", 1)[1]), "http_port": int(before.http_address.rsplit(":", 1)[1])}
     if before.joined_at != before.address:
         ports["internal_port"] = int(before.joined_at.rsplit(":", 1)[1])
-    config = cluster._topology.router.model_copy(update=ports | {"drain_s": 0.0})
+    config = cluster.topology.router.model_copy(update=ports | {"drain_s": 0.0})
     cluster.router = await start_role("router", "router", config)
     return cluster.router
 

@@ -112,7 +112,7 @@ class PeerLoans:
                 loan = self._loans[loan_id] = PeerLoan(loan_id, self._said)
                 core.lend(loan, want)
             case PeerReleases(loan_id, first, count):
-                core._loans.released(self._loans[loan_id], first, count)
+                core.loans.released(self._loans[loan_id], first, count)
             case PeerCloses(loan_id):
                 core.end_loan(self._loans[loan_id])
 

@@ -36,22 +36,22 @@ def overlapping_server() -> Server:
 
 def named_at(server: Server, is_cancelled: bool) -> dict[str, int]:
     """Return how many blocks have names after the first step and after the second."""
-    ask = server._trial.ask
+    ask = server.trial.ask
     prompt = list(range(NUM_BLOCKS * BLOCK + 1))
     ask(server, [900], 4, None)
-    server._begin()
+    server.begin()
     ask(server, prompt, 4, None)
     second = ask(server, [*prompt, 901], 4, None)
-    server._begin()
+    server.begin()
     assert found_of(second) == NUM_BLOCKS * BLOCK
-    server._compute()
-    server._end()
+    server.compute()
+    server.end()
     if is_cancelled:
         server.cancel(second)
-    before = len(server.kv.pool._place_of)
-    server._compute()
-    server._end()
-    return {"in flight": before, "ended": len(server.kv.pool._place_of)}
+    before = len(server.kv.pool.place_of)
+    server.compute()
+    server.end()
+    return {"in flight": before, "ended": len(server.kv.pool.place_of)}
 
 
 def found_of(client: Client) -> int:
@@ -68,23 +68,23 @@ def recorded_at(server: Server, is_over: bool) -> int:
     nobody: Any = None
     stream = Stream(server.network, server.network, want, nobody)
     lender.open(stream, want)
-    server._fingerprint()
+    server.fingerprint()
     if is_over:
         lender.close(stream)
     num_free = server.kv.pool.num_available
     compute(server, [500 + number for number in range(num_free * BLOCK - 1)])
-    server._announce()
+    server.announce()
     server.check_contents()
-    return len(server.kv._hashed)
+    return len(server.kv.fingerprinted)
 
 
 def compute(server: Server, prompt: list[int]) -> Any:
     """Run a request for one token to its end, and return it."""
-    client = server._trial.ask(server, prompt, 1, None)
+    client = server.trial.ask(server, prompt, 1, None)
     while not client.is_over:
-        server._begin()
-        server._compute()
-        server._end()
+        server.begin()
+        server.compute()
+        server.end()
     return client.request
 
 

@@ -115,7 +115,7 @@ class Server:
 
     def __init__(self, trial: "Trial", name: str) -> None:
         rng = self._rng = trial.rng
-        self.name, self._trial, self.is_alive = name, trial, True
+        self.name, self.trial, self.is_alive = name, trial, True
         self.overlaps = rng.random() < 0.5
         specs = MODELS[trial.kind]()
         is_stateless = not any(isinstance(spec, MambaSpec) for spec in specs)
@@ -163,7 +163,7 @@ class Server:
         )
         self.half.start(FINGERPRINT, self.transport.register(pools[0]))
         self.half.identity = Peer(name, "server:5", name.encode())
-        self.scheduler.connector._half = self.half
+        self.scheduler.connector.half = self.half
         self.computer = Computer(specs, self.bytes, drafting, rng)
         self._num_drafts = num_drafts
         self.flying: deque[list[Any]] = deque()
@@ -211,15 +211,15 @@ class Server:
         """Return what may happen in this server now."""
         moves: list[Callable[[], object]] = [self.turn]
         if len(self.flying) < 1 + self.overlaps and self.scheduler.has_requests():
-            moves.append(self._begin)
+            moves.append(self.begin)
         if any(batch[1] is None for batch in self.flying):
-            moves.append(self._compute)
+            moves.append(self.compute)
         if self.flying and self.flying[0][1] is not None:
-            moves.append(self._end)
+            moves.append(self.end)
         if self.half.loans.lender.has_seen:
-            moves.append(self._fingerprint)
+            moves.append(self.fingerprint)
         if self.announcing:
-            moves.append(self._announce)
+            moves.append(self.announce)
         return moves
 
     def turn(self) -> None:
@@ -227,16 +227,16 @@ class Server:
         self.half.turn()
         self.half.loans.report(is_alive=True)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         self.flying.append([self.scheduler.schedule(), None])
 
-    def _compute(self) -> None:
+    def compute(self) -> None:
         batch = next(batch for batch in self.flying if batch[1] is None)
         batch[1] = self.computer.compute(batch[0])
         if batch[0].total_num_scheduled_tokens:
             batch[1].kv_connector_output = KVConnectorOutput()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         output, computed = self.flying.popleft()
         outputs = self.scheduler.update_from_output(output, computed)
         if self._num_drafts and not self.overlaps and output.total_num_scheduled_tokens:
@@ -248,11 +248,11 @@ class Server:
                     if each.finish_reason is not None:
                         self._over(client, each.kv_transfer_params)
 
-    def _fingerprint(self) -> None:
+    def fingerprint(self) -> None:
         seen = self.half.loans.lender.take_seen()
         self.announcing.append((seen, *fingerprint(self.kv, seen, self.memory.part_fingerprints)))
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
         self.half.loans.lender.announce(*self.announcing.pop(0))
 
     # ------------------------------------------------------------------ checks
@@ -277,12 +277,12 @@ class Server:
                 assert self.scheduler.kv_cache_manager.block_pool.blocks[block].ref_cnt == 1, (
                     "a block is read into twice"
                 )
-                assert block not in self.kv.pool._place_of, "a named block is read into"
+                assert block not in self.kv.pool.place_of, "a named block is read into"
 
     def check_contents(self) -> None:
         """A named block whose fingerprint was taken never changes."""
-        blocks = sorted(self.kv._hashed & set(self.kv.pool._place_of))
-        blocks = [block for block in blocks if self.kv.pool.is_cached(self.kv.pool._place_of[block])]
+        blocks = sorted(self.kv.fingerprinted & set(self.kv.pool.place_of))
+        blocks = [block for block in blocks if self.kv.pool.is_cached(self.kv.pool.place_of[block])]
         now = self.memory.part_fingerprints(blocks)
         assert now.tobytes() == self.kv.cached.fingerprints_of(blocks), f"{self.name}: a named block has changed"
 
@@ -290,9 +290,9 @@ class Server:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert not self.half.borrowings.open
         assert not self.half.loans.borrower.num_loans
-        assert not self.half._requests
-        assert not self.half._prefilling
-        assert not self.half._waiting
+        assert not self.half.requests
+        assert not self.half.prefilling
+        assert not self.half.waiting
         assert self.half.loans.lender.num_loans == 0
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, f"{self.name}: blocks are left behind"
 
@@ -454,8 +454,8 @@ class Trial:
             for each in arrived:
                 stream.lender.arrived.remove(each)
         if stream.lender is not None and stream.asked and not stream.refused:
-            stream.lender._calls.append(partial(stream.lender.gives.closed, stream))
-        stream.borrower._calls.append(lambda: None if stream.closed else stream.takes.ended("the connection broke"))
+            stream.lender.calls.append(partial(stream.lender.gives.closed, stream))
+        stream.borrower.calls.append(lambda: None if stream.closed else stream.takes.ended("the connection broke"))
 
     def _settle(self) -> None:
         """Let everything end."""
@@ -484,7 +484,7 @@ class Trial:
             "announcements": server.announcing,
             "reads": server.transport.posted or server.transport.busy(),
             "messages": any(each.to_lender or each.to_borrower for each in network.taken) or network.arrived,
-            "calls": network._calls or not half.loans._posted.empty(),
+            "calls": network.calls or not half.loans.posted.empty(),
             "loans given": half.loans.lender.num_loans,
         }
         return [f"{server.name}: {name}" for name, is_so in doing.items() if is_so]

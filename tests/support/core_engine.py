@@ -1,6 +1,7 @@
 """An engine alone, its books checked after every move. Eight blocks of four tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine.backends.sim.runner import SimRunner
 from engine.core.loan_host import EngineLimits
@@ -34,10 +35,12 @@ class Engine(LandingCore):
         eager: bool = True,
         max_queued_loans: int = 2,
         engines: dict[bytes, HandNetwork] | None = None,
+        reads_media: bool = True,
     ) -> None:
         """`engines`: those whose loans it can take."""
         self.transport = LocalTransport(network or LocalNetwork(), name, eager)
         self.runner = SimRunner(LAYOUT, num_blocks, VOCAB)
+        self.runner.info = replace(self.runner.info, reads_media=reads_media)
         limits = EngineLimits(budget, max_queued_loans, report_interval_s=0.0, min_report_interval_s=0.0)
         super().__init__(self.runner, self.transport, limits, HandNetwork({} if engines is None else engines, name))
 

@@ -123,7 +123,7 @@ class Engine:
         assert sum(chunk.count for chunk in batch) <= self.budget.max_tokens
         prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
         assert sum(chunk.count for chunk in prompts) <= self.budget.max_prefill_tokens
-        runnable = self.core._runnable()
+        runnable = self.core.runnable()
         period = sum(-(-sequence.num_remaining // self.budget.guaranteed_tokens) for sequence in runnable)
         assert period <= self._max_wait
         for stream in self.streams.values():
@@ -172,7 +172,7 @@ class Engine:
         return heard
 
     def preempted(self) -> list[str]:
-        return sorted(sequence.request_id for sequence in self.core._requests.running_set.preempted)
+        return sorted(sequence.request_id for sequence in self.core.requests.running_set.preempted)
 
     def finish(self) -> None:
         self.run()
@@ -215,7 +215,7 @@ class Engine:
         """Count a wait for the next token, bounded as `engine/core/running_set.py` states, with the scheduler's actual
         bound."""
         older = [s for s in self.streams.values() if not s.over and s.arrival < stream.arrival]
-        since = self.num_steps + self.core._kv_cache.in_step  # a step under way does not count
+        since = self.num_steps + self.core.kv_cache.in_step  # a step under way does not count
         forks = len({s.request.request_id for s in [*older, stream] if s.parts})
         stream.waits.append(Wait(since, 1 + sum(1 + s.num_left for s in older) + forks))
 

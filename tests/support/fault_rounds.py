@@ -85,13 +85,13 @@ class Rounds:
         await worker.process.wait()
         workers = self.cluster.decode if role == "decode_worker" else self.cluster.prefill
         workers.remove(worker)
-        (config,) = [c for _, c in self.cluster._topology.workers() if c.worker_id == worker.name]
+        (config,) = [c for _, c in self.cluster.topology.workers() if c.worker_id == worker.name]
         started = await self.cluster.add_worker(role, config)
         self.cluster.engines.append(engine_of(started))  # type: ignore[attr-defined]
         await self.all_here()
 
     async def all_here(self) -> None:
-        topology = self.cluster._topology
+        topology = self.cluster.topology
 
         async def here() -> bool:
             (served,) = await self.client.list_models()

@@ -133,17 +133,17 @@ class ForkServer:
         return own, process
 
 
-_EXECUTE_CHILD: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_EXECUTE_CHILD: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # noqa: SLF001 - Popen has no other hook
 
 
 @contextmanager
 def _executed_by(execute_child: Any) -> Iterator[None]:
     popen: Any = subprocess.Popen
-    before, popen._execute_child = popen._execute_child, execute_child
+    before, popen._execute_child = popen._execute_child, execute_child  # noqa: SLF001 - Popen has no other hook
     try:
         yield
     finally:
-        popen._execute_child = before
+        popen._execute_child = before  # noqa: SLF001 - Popen has no other hook
 
 
 def _program_of(args: Sequence[str]) -> str | None:
@@ -296,7 +296,7 @@ class Server:
         except BaseException:
             traceback.print_exc()
         finally:
-            atexit._run_exitfuncs()
+            atexit._run_exitfuncs()  # noqa: SLF001 - os._exit runs none, and nothing public does
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -323,7 +323,7 @@ class Server:
             return COMMANDS["batches"] if args[1:3] == ["-m", "batches"] else _launched(args)
 
         popen: Any = subprocess.Popen
-        popen._execute_child = _forking(popen._execute_child, program_of, fork)
+        popen._execute_child = _forking(popen._execute_child, program_of, fork)  # noqa: SLF001 - Popen has no other hook
         spawn_otherwise: Any = util.spawnv_passfds
 
         def spawn(path: Any, args: Sequence[Any], passed: Sequence[int]) -> int:

@@ -52,7 +52,7 @@ def join(
     caller: MuxStream, accept: Accept, piece_bytes: int = 1 << 20
 ) -> tuple[MuxStream, MemoryTransport, MemoryTransport]:
     """Connect a caller to a server in memory; return the server's end, the caller's transport and the server's."""
-    server = MuxServer(accept)._connected()
+    server = MuxServer(accept).connected()
     transports = MemoryTransport(piece_bytes), MemoryTransport(piece_bytes)
     for end, transport, peer in zip((caller, server), transports, (server, caller), strict=True):
         transport.peer = peer

@@ -151,13 +151,13 @@ class HandNetwork(LoanNetwork):
     """The network of one engine among others."""
 
     def __init__(self, engines: "dict[bytes, HandNetwork]", name: str) -> None:
-        self._engines = engines
+        self.engines = engines
         self.peer = Peer(name, ADDRESS, name.encode())
         self.gives: GivesLoans
         self.endpoint = b""
         self.arrived: deque[tuple[Stream, ToLender | ToBorrower]] = deque()
         """What has arrived and was not handled yet."""
-        self._calls: deque[Callable[[], object]] = deque()
+        self.calls: deque[Callable[[], object]] = deque()
         self.is_held = False
         """Whether what has arrived is left for a later turn."""
         self.taken: list[Stream] = []
@@ -167,11 +167,11 @@ class HandNetwork(LoanNetwork):
 
     def start(self, gives: GivesLoans, model_fingerprint: bytes, endpoint: bytes) -> str:
         self.gives, self.endpoint = gives, endpoint
-        self._engines[self.peer.incarnation] = self
+        self.engines[self.peer.incarnation] = self
         return ADDRESS
 
     def open(self, peer: Peer, want: Want, takes: TakesLoan) -> LoanTaken:
-        stream = Stream(self, self._engines.get(peer.incarnation), want, takes, deque([want]))
+        stream = Stream(self, self.engines.get(peer.incarnation), want, takes, deque([want]))
         self.taken.append(stream)
         self.on_said(stream, want)
         return stream
@@ -179,18 +179,18 @@ class HandNetwork(LoanNetwork):
     def connect(self, peers: Sequence[Peer], on_done: Callable[[str, bytes, str], object]) -> None:
         """What is to be called is called by the next turn of either engine."""
         for peer in peers:
-            other = self._engines.get(peer.incarnation)
+            other = self.engines.get(peer.incarnation)
             if other is None:
-                self._calls.append(partial(on_done, peer.worker_id, b"", "no engine is there"))
+                self.calls.append(partial(on_done, peer.worker_id, b"", "no engine is there"))
             else:
-                other._calls.append(partial(other.gives.met, self.endpoint))
-                self._calls.append(partial(on_done, peer.worker_id, other.endpoint, ""))
+                other.calls.append(partial(other.gives.met, self.endpoint))
+                self.calls.append(partial(on_done, peer.worker_id, other.endpoint, ""))
 
     def turn(self) -> bool:
-        if self.is_held or not (self.arrived or self._calls):
+        if self.is_held or not (self.arrived or self.calls):
             return False
-        while self._calls:
-            self._calls.popleft()()
+        while self.calls:
+            self.calls.popleft()()
         while self.arrived:
             stream, message = self.arrived.popleft()
             stream.take_in(self, message)

@@ -105,6 +105,7 @@ class StepStore(BlockStore):
     def __init__(
         self, objects: Objects, object_format: ObjectFormat, clock: Callable[[], float], **options: Any
     ) -> None:
+        self.objects, self.object_format = objects, object_format
         self.readers, self.writers = StepExecutor(), StepExecutor()
         super().__init__(objects, object_format, clock=clock, executors=(self.readers, self.writers), **options)
 

@@ -48,14 +48,14 @@ class RealEngine(EngineListener):
         self.tokens: dict[str, list[Token]] = {}
         self.said: list[FromEngine] = []
         self.end = ""
-        self._fetches = ItemFetches(self)
+        self.fetches = ItemFetches(self)
         self._heard = asyncio.Event()
         self.ready: Ready
 
     async def start(self) -> "RealEngine":
         """Raises StartError."""
         self.host.start(self)
-        await self.until(lambda: self._said(Ready, StartFailed), START_S)
+        await self.until(lambda: self.has_said(Ready, StartFailed), START_S)
         for message in self.said:
             if isinstance(message, StartFailed):
                 field, _, reason = message.reason.partition(": ")
@@ -71,7 +71,7 @@ class RealEngine(EngineListener):
                     for token in message.each():
                         self.tokens.setdefault(token.request_id, []).append(token)
                 case ItemsWanted():
-                    self._fetches.start(message)
+                    self.fetches.start(message)
                 case _:
                     self.said.append(message)
         self._heard.set()
@@ -93,7 +93,7 @@ class RealEngine(EngineListener):
 
     async def rejected(self) -> str:
         """Why."""
-        await self.until(lambda: self._said(Rejected))
+        await self.until(lambda: self.has_said(Rejected))
         (message,) = [message for message in self.said if isinstance(message, Rejected)]
         self.said.remove(message)
         return message.reason
@@ -106,14 +106,14 @@ class RealEngine(EngineListener):
                 await self._heard.wait()
         return self.end
 
-    def _said(self, *kinds: type[FromEngine]) -> bool:
+    def has_said(self, *kinds: type[FromEngine]) -> bool:
         return any(isinstance(message, kinds) for message in self.said)
 
     async def answer(self, request: Generate, lender: "RealEngine | None" = None) -> list[Token]:
         """All that comes of it."""
         self.send(request if lender is None else lent_by(lender, request))
-        await self.until(lambda: self.over(request) or self._said(Rejected))
-        assert not self._said(Rejected), self.said
+        await self.until(lambda: self.over(request) or self.has_said(Rejected))
+        assert not self.has_said(Rejected), self.said
         return self.tokens[request.request_id]
 
     async def filled(self, request: Generate) -> KvAccount:
@@ -123,7 +123,7 @@ class RealEngine(EngineListener):
         def ends() -> list[Filled]:
             return [m for m in self.said if isinstance(m, Filled) and m.request_id == request.request_id]
 
-        await self.until(lambda: bool(ends()) or self._said(Rejected))
+        await self.until(lambda: bool(ends()) or self.has_said(Rejected))
         assert ends(), self.said
         return ends()[0].account
 
@@ -141,7 +141,7 @@ class RealEngine(EngineListener):
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 self.send(Audit(1))
-                await self.until(lambda: self._said(Audited))
+                await self.until(lambda: self.has_said(Audited))
                 (found,) = [message for message in self.said if isinstance(message, Audited)]
                 self.said.clear()
                 assert found.fault == ""
@@ -155,7 +155,7 @@ class RealEngine(EngineListener):
 
     @property
     def pid(self) -> int:
-        return self.host._process.pid
+        return self.host.processes()[0]
 
     def rank_pids(self) -> list[int]:
         """Of the other ranks."""

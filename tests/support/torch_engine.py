@@ -42,7 +42,7 @@ class TorchEngine(CheckedCore):
     @property
     def num_preemptions(self) -> int:
         """Since it was started."""
-        return self.core._requests.running_set.num_preemptions
+        return self.core.requests.running_set.num_preemptions
 
 
 def request(

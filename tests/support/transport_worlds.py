@@ -73,9 +73,9 @@ class NixlWorld(ProcessWorld):
             job.future.add_done_callback(lambda _: hold())
             return False
 
-        self.reader._post_now = post_now  # type: ignore[method-assign]
+        self.reader.post_now = post_now  # type: ignore[method-assign]
         self.reader.read(peer, [Span(own_offset, 0, BLOCK)])
-        del self.reader._post_now
+        del self.reader.post_now
 
 
 class UcxxWorld(ProcessWorld):
@@ -85,7 +85,7 @@ class UcxxWorld(ProcessWorld):
 
     def hold(self, peer: Peer, own_offset: int, hold: Callable[[], None]) -> None:
         self.done(self.reader.read(peer, [Span(own_offset, 0, BLOCK)]))
-        self.reader._do(hold)
+        self.reader.do(hold)
 
 
 WORLDS: dict[str, type[ProcessWorld]] = {"nixl": NixlWorld, "ucxx": UcxxWorld}

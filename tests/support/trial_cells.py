@@ -81,23 +81,23 @@ def lender_state(stream: Stream) -> str | None:
         return None
     assert stream.lender is not None
     manager = cast(Loans[Any], stream.lender.gives).lender
-    loan = manager._of(stream)
+    loan = manager.loan_of(stream)
     if loan is None:
         return "over"
-    if loan.loan_id in manager._waiting:
+    if loan.loan_id in manager.waiting:
         return "queued"
     if loan.fetching:
         return "fetching"
     if loan.job is not None:
         return "computing"
-    released = len(loan.machine.held_blocks) < loan.machine._announced_end - loan.machine.first
+    released = len(loan.machine.held_blocks) < loan.machine.announced_end - loan.machine.first
     return "partly released" if released else "unread"
 
 
 def _is_served(stream: Stream) -> bool:
     """What the loan was for, a request or a loan given, is not over."""
     owner: Any = stream.loan.wanted.owner
-    return stream.borrower_id in (owner._loans if isinstance(owner, LenderManager) else owner._requests)
+    return stream.borrower_id in (owner.loans if isinstance(owner, LenderManager) else owner.by_id)
 
 
 class Cells:
@@ -118,7 +118,7 @@ class Cells:
 
     def note_restoring(self, fault: str, node: TrialNode, loan_id: str | None = None) -> None:
         """It meets what this engine, or one sequence there, is bringing back from its tier or the store."""
-        for found_id, loan in node.core._borrower_manager._loans.items():
+        for found_id, loan in node.core.borrower_manager.loans.items():
             if not isinstance(loan.source, LenderSource) and loan_id in (None, found_id):
                 self.counts[fault, "borrower", "restoring"] += 1
 

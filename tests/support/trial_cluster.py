@@ -141,7 +141,7 @@ class Cluster(Faults):
         kinds = 4 * ["step"] + 6 * ["deliver"] * bool(talk) + 3 * ["transfer"] * bool(transports)
         stores = [node for node in awake if node.stores and node not in self.restoring]
         kinds += ["submit"] * bool(new) + 8 * ["store"] * bool(stores)
-        borrowing = [node for node in awake if node.core._borrower_manager.num_loans]
+        borrowing = [node for node in awake if node.core.borrower_manager.num_loans]
         kinds += ["quiet"] * bool(self.faults and borrowing and rng.random() < 0.1)
         arrived = [node for node in awake if node.verifying.waiting]
         kinds += ["verify"] * bool(arrived)
@@ -210,10 +210,10 @@ class Cluster(Faults):
 
     def verify(self, node: TrialNode) -> None:
         """All blocks that arrived in its GPU's memory are verified."""
-        assert node.core._own is not None
-        verifier = node.core._own._batch_verifier
-        self.seen["verified together"] += len(verifier._waiting) > 1
-        self.seen["withdrawn before verified"] += any(arrival.withdrawn for arrival in verifier._waiting)
+        assert node.core.own_rank is not None
+        verifier = node.core.own_rank.batch_verifier
+        self.seen["verified together"] += len(verifier.waiting) > 1
+        self.seen["withdrawn before verified"] += any(arrival.withdrawn for arrival in verifier.waiting)
         node.verifying.step()
 
     def in_mid_restore(self, node: TrialNode) -> None:
@@ -240,9 +240,9 @@ class Cluster(Faults):
     def check(self, contents: bool) -> None:
         for node in self.nodes:
             node.check()
-            self.seen["quarantined"] += bool(node.core._cached.pool.num_quarantined)
-            self.seen["hedged and reading"] += any(s.held_at is not None for s in node.core._requests.sequences)
-            self.seen["waiting preempted"] += bool(node.core._requests.running_set.preempted)
+            self.seen["quarantined"] += bool(node.core.cached.pool.num_quarantined)
+            self.seen["hedged and reading"] += any(s.held_at is not None for s in node.core.requests.sequences)
+            self.seen["waiting preempted"] += bool(node.core.requests.running_set.preempted)
             if contents:
                 node.check_contents()
 

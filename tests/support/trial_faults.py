@@ -50,7 +50,7 @@ class Faults(Front):
             self.cells.note_restoring(fault, node, request_id)
             self.forsaken.add(request_id)
             node.send(Cancel(request_id))
-            assert node.stopped or request_id not in node.core._requests._requests, "a request outlives its client"
+            assert node.stopped or request_id not in node.core.requests.by_id, "a request outlives its client"
             self.route(node)
         client.state = state
 
@@ -69,8 +69,8 @@ class Faults(Front):
         """A request arrives a second time at the engine that has it."""
         node = self.rng.choice(self.awake)
         self.receive(node)
-        if node.core._requests.num_requests:
-            request_id = self.rng.choice(sorted(node.core._requests._requests))
+        if node.core.requests.num_requests:
+            request_id = self.rng.choice(sorted(node.core.requests.by_id))
             self.num_duplicates += 1
             node.send(self.generate(request_id))
             self.route(node)
@@ -138,13 +138,13 @@ class Faults(Front):
 
     def be_quiet(self, node: TrialNode) -> None:
         """A borrower hears that a lender has been silent for long, whether that is so or not."""
-        loan_id = self.rng.choice(sorted(node.core._borrower_manager._loans))
-        loan = node.core._borrower_manager._loans[loan_id]
+        loan_id = self.rng.choice(sorted(node.core.borrower_manager.loans))
+        loan = node.core.borrower_manager.loans[loan_id]
         loan.heard_at = -math.inf
         if isinstance(loan.source, LenderSource):
             self.stream_of(node, loan_id).quiet_for_s = 1e6
         node.core.report()
-        self.seen["hedged"] += any(chain.hedged for chain in node.core._requests.sequences)
+        self.seen["hedged"] += any(chain.hedged for chain in node.core.requests.sequences)
         self.route(node)
 
     def wake(self) -> None:
@@ -181,13 +181,13 @@ class Faults(Front):
 
     def exhaust(self, node: TrialNode) -> None:
         """Somebody else's request takes all the room that is left, and evicts what is cached."""
-        num_blocks = node.core._cached.pool.num_available
+        num_blocks = node.core.cached.pool.num_available
         if num_blocks > 0:
             prompt = tuple(self.random_tokens(node.tokens_for(num_blocks) - 1))
             client = Client(prompt, 1, 2)
             self.clients.append(client)
             self.submit(client, node)
-        if node.core._cached.pool.num_available <= 0:
+        if node.core.cached.pool.num_available <= 0:
             self.seen["exhausted"] += 1
             self.note_shortage(node)
 
@@ -270,10 +270,10 @@ class Faults(Front):
         if not stores:
             return
         store = self.rng.choice(stores)
-        assert isinstance(store._objects, MemoryObjects)
-        if store._objects.stored:
+        assert isinstance(store.objects, MemoryObjects)
+        if store.objects.stored:
             self.seen["local store damaged"] += 1
-            self.damage(store._objects, is_local=True)
+            self.damage(store.objects, is_local=True)
 
     def damage_store(self) -> None:
         """An object of the shared store is damaged, or the store breaks."""
@@ -287,12 +287,12 @@ class Faults(Front):
         """An object is damaged, cut short, mistaken for another or lost: one that is being read, where there is one."""
         wanted: list[str] = []
         for node in self.awake:
-            for loan in node.core._borrower_manager._loans.values():
+            for loan in node.core.borrower_manager.loans.values():
                 source = loan.source
                 if isinstance(source, StoreSource) and source.is_local == is_local:
-                    assert isinstance(source._store, StepStore)
-                    names = map(source._store._format.name, source._keys)
-                    wanted += [name for name in names if source._store._objects is objects and name in objects.stored]
+                    assert isinstance(source.store, StepStore)
+                    names = map(source.store.object_format.name, source.keys)
+                    wanted += [name for name in names if source.store.objects is objects and name in objects.stored]
                     self.cells.note_restoring("bytes corrupted", node)
         name = self.rng.choice(wanted or list(objects.stored))
         stored = bytearray(objects.stored[name])

@@ -79,7 +79,7 @@ class Front:
         if may_compute or self.rng.random() < 0.2:
             return self.rng.choice(others)
         keys = block_keys(root_key(borrower.core.model_fingerprint, ""), tokens, WIDTH)
-        return max(others, key=lambda other: len(other.core._cached.pool.match(keys)))
+        return max(others, key=lambda other: len(other.core.cached.pool.match(keys)))
 
     def lender(self, request_id: str) -> Lender | None:
         attempt = self.attempts[request_id]

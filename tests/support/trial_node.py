@@ -93,8 +93,8 @@ class TrialNode(ABC):
         """`on_gpu`: blocks that arrive are verified later, as if its pool were in a GPU's memory."""
         self.core = core
         self.transport.on_gpu = on_gpu
-        assert core._own is not None
-        core._own._batch_verifier = BatchVerifier(self._fingerprints, self.verifying)
+        assert core.own_rank is not None
+        core.own_rank.batch_verifier = BatchVerifier(self._fingerprints, self.verifying)
         self.endpoint = core.start().endpoint
 
     @abstractmethod
@@ -117,9 +117,7 @@ class TrialNode(ABC):
     @property
     def quarantined(self) -> Collection[int]:
         """Blocks that an unfinished read may still write into."""
-        pool = self.core._cached.pool
-        assert isinstance(pool._quarantined, set)  # type: ignore[attr-defined]
-        return pool._quarantined  # type: ignore[attr-defined]
+        return self.core.cached.pool.quarantined
 
     def tokens_for(self, num_blocks: int) -> int:
         """Tokens that fill so many blocks."""
@@ -157,13 +155,13 @@ class TrialNode(ABC):
         """It is nobody's, or that of one sequence which waits for it."""
         owners = [
             self.waits(chain, block)
-            for request in self.core._requests._requests.values()
+            for request in self.core.requests.by_id.values()
             for chain in request.chains.values()
             if block in chain.blocks
         ]
         owners += [
             loan.fetching
-            for loan in self.core._lender_manager._loans.values()
+            for loan in self.core.lender_manager.loans.values()
             if loan.job is not None and block in loan.job.blocks
         ]
         if block in self.quarantined:
@@ -176,7 +174,7 @@ class TrialNode(ABC):
     def check_contents(self) -> None:
         """A named block never changes after its fingerprint was taken."""
         blocks = sorted(self.named)
-        now, cached = self.part_fingerprints(blocks), self.core._cached
+        now, cached = self.part_fingerprints(blocks), self.core.cached
         assert now.tobytes() == cached.fingerprints_of(blocks), f"{self.name}: a named block has changed"
 
     def check_at_rest(self) -> None:
@@ -184,10 +182,10 @@ class TrialNode(ABC):
         left = held(self.core)
         assert left == NOTHING_LEFT, f"{self.name} holds {left} at rest"
         assert not self.verifying.waiting, f"{self.name}: blocks wait to be verified at rest"
-        assert self.core._borrower_manager.num_loans == 0, f"{self.name} borrows at rest"
+        assert self.core.borrower_manager.num_loans == 0, f"{self.name} borrows at rest"
         for store in self.stores:
-            assert store._num_fetching == 0, f"{self.name}: a fetch was not given back"
-            assert not store._writing, f"{self.name}: a block is still to be written"
+            assert store.num_fetching == 0, f"{self.name}: a fetch was not given back"
+            assert not store.writing, f"{self.name}: a block is still to be written"
 
 
 class Node(TrialNode):
@@ -240,13 +238,13 @@ class Node(TrialNode):
         return self.runner.part_fingerprints(blocks)
 
     def waits(self, chain: EngineSequence, block: int) -> bool:
-        if chain not in self.core._requests.running_set:
+        if chain not in self.core.requests.running_set:
             return True
         return chain.held_at is not None and chain.held_at <= chain.blocks.index(block) * WIDTH
 
     @property
     def named(self) -> dict[int, tuple[bytes, bytes]]:
-        return self.core._kv_cache.pool._name_of
+        return self.core.kv_cache.pool.name_of
 
 
 @dataclass(eq=False)

@@ -367,20 +367,20 @@ class VllmNode(TrialNode):
 
     def _check_filled(self, output: Any) -> None:
         """No block that the ended step filled was overlooked."""
-        widths, unit = self.core._kv_cache.groups.widths, self.core._kv_cache.groups.unit
+        widths, unit = self.core.kv_cache.groups.widths, self.core.kv_cache.groups.unit
         for request_id in output.num_scheduled_tokens:
-            if (submitted := self.core._submissions.get(request_id)) is not None:
+            if (submitted := self.core.submissions.get(request_id)) is not None:
                 end = min(submitted.num_computed, submitted.request.num_tokens) // unit
                 counts = zip(widths, submitted.num_filled, strict=True)
                 assert all(end // width <= known for width, known in counts), f"{end} keys, {submitted.num_filled}"
 
     def _check_unnamed(self) -> None:
         """Blocks that wait for their fingerprints are filled, also those that a request found."""
-        for filled in self.core._unnamed:
+        for filled in self.core.unnamed:
             for full in filled.full:
                 tokens = full.submitted.request.all_token_ids
                 for place in set(full.places).intersection(filled.places):  # others have their names, and no hold
-                    group, end = place.of.group, place.of.end * self.core._kv_cache.groups.unit
+                    group, end = place.of.group, place.of.end * self.core.kv_cache.groups.unit
                     wanted = content(tokens[:end], group, self._specs[group])
                     held = next(iter(self._memory.read_blocks([place.block]))).tobytes()[: len(wanted)]
                     assert held == wanted, f"a block of {end} tokens is taken before it is filled"
@@ -389,11 +389,11 @@ class VllmNode(TrialNode):
         return self._memory.part_fingerprints(blocks)
 
     def waits(self, chain: Any, block: int) -> bool:
-        return chain not in self.core._submissions
+        return chain not in self.core.submissions
 
     @property
     def named(self) -> Collection[int]:
-        return self.core._kv_cache.pool._place_of
+        return self.core.kv_cache.pool.place_of
 
     def tokens_for(self, num_blocks: int) -> int:
         return max(1, num_blocks // len(self._specs)) * BLOCK

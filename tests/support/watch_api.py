@@ -90,9 +90,10 @@ class WatchApi:
     def cut(self) -> None:
         """Break the connections of all watches."""
         for watch in self._watches:
-            assert watch._req is not None
-            if watch._req.transport is not None:
-                watch._req.transport.abort()
+            request = watch._req  # noqa: SLF001 - aiohttp gives the connection of a response to nobody else
+            assert request is not None
+            if request.transport is not None:
+                request.transport.abort()
         self._watches.clear()
 
     def expire(self) -> None:

@@ -263,7 +263,7 @@ class Everything(RuleBasedStateMachine):
                 or waiting.info.not_before > site.now
                 or waiting.held_until > site.now
                 or queued.any()
-                or site.admission._backoff._of
+                or site.admission.backoff.refusals
             )
             assert excused, waiting
 
@@ -286,7 +286,7 @@ class Everything(RuleBasedStateMachine):
         for view in site.fleet.views():
             assert view.available_blocks == view.num_blocks
             assert view.queued_prefill_tokens == 0
-        assert all(state.num_running == 0 for state in site.tenants._states.values())
+        assert all(state.num_running == 0 for state in site.tenants.states.values())
         answered = len(site.started) + len(site.refused)
         assert answered <= len(self.asked) + sum(waiting.info.num_placed for waiting in self.asked)
 

@@ -148,7 +148,9 @@ def test_an_idle_cluster_always_starts(rate: float, other_rate: float, limit_s: 
     site = Site([10], lenders=1)
     site.fleet.rates.prefill_tokens_per_s[:] = rate
     site.fleet.rates.decode_prefill_tokens_per_s[:] = other_rate
-    site.admission._forecast._stream_s = 1 / rate
+    first = site.ask(1)
+    site.admission.forecast.ended(first, first.num_output_tokens / rate)
+    site.end(first)
     for priority in (0, -1):
         waiting = site.ask(blocks, usable=blocks - 1, priority=priority, first_token_by=limit_s, deadline=limit_s)
         assert site.is_running(waiting)

@@ -130,4 +130,7 @@ async def test_refusals_beyond_a_bound_do_not_wait() -> None:
     for each in late:
         each.cancel()
     await asyncio.gather(*late, return_exceptions=True)
-    assert not pace._num_waiting
+    again = asyncio.ensure_future(pace.wait(error))
+    await asyncio.sleep(0)
+    assert not again.done(), "those that are gone do not count"
+    again.cancel()

@@ -56,9 +56,9 @@ def test_who_was_not_read_from_for_longest_is_forgotten(monkeypatch: pytest.Monk
             assert quiet.pop() == (bytes([value]) * 8,)
 
     read_from([1, 2, 1, 3])
-    assert [endpoints[value] in rank._peers for value in (1, 2, 3)] == [True, False, True]
+    assert [endpoints[value] in rank.peers for value in (1, 2, 3)] == [True, False, True]
     read_from([2, 3])
-    assert [endpoints[value] in rank._peers for value in (1, 2, 3)] == [False, True, True]
+    assert [endpoints[value] in rank.peers for value in (1, 2, 3)] == [False, True, True]
 
 
 @pytest.mark.parametrize("eager", [True, False])

@@ -79,7 +79,7 @@ def test_every_number_of_leading_blocks_is_found() -> None:
 
 def test_a_store_too_slow_to_write_has_no_memory_for_more() -> None:
     stores = Stores()
-    stores.one._max_rows = 2
+    stores.one.max_rows = 2
     for index in range(2):
         block = block_of(index)
         stores.one.put(ROOT, KEYS[index], block, fingerprint_of(block))

@@ -82,10 +82,10 @@ def test_blocks_that_only_the_local_store_holds_go_too_and_are_told_once() -> No
     objects = MemoryObjects()
     engine = Engine(local=objects)
     engine.serve(PROMPT)
-    cached, (store,) = engine.core._kv_cache.cached, engine.stores
-    keys = block_keys(root_key(engine.core._model_fingerprint, ""), PROMPT, LAYOUT.block_tokens)
+    cached, (store,) = engine.core.kv_cache.cached, engine.stores
+    keys = block_keys(root_key(engine.core.model_fingerprint, ""), PROMPT, LAYOUT.block_tokens)
     foreign = [bytes([number]) * 16 for number in range(2)]
-    content, fingerprint = next(iter(cached._memory.read_blocks([0]))), cached.fingerprints_of([0])
+    content, fingerprint = next(iter(cached.memory.read_blocks([0]))), cached.fingerprints_of([0])
     for key in (keys[0], *foreign):
         store.put(bytes(16), key, content, fingerprint)
     store.settle()
@@ -104,8 +104,8 @@ def test_the_answer_comes_when_the_local_store_has_removed_what_was_dropped() ->
     objects = MemoryObjects()
     engine = Engine(local=objects)
     engine.serve(PROMPT)
-    cached, (store,) = engine.core._kv_cache.cached, engine.stores
-    store.put(bytes(16), bytes(range(16)), next(iter(cached._memory.read_blocks([0]))), cached.fingerprints_of([0]))
+    cached, (store,) = engine.core.kv_cache.cached, engine.stores
+    store.put(bytes(16), bytes(range(16)), next(iter(cached.memory.read_blocks([0]))), cached.fingerprints_of([0]))
     store.settle()
     assert objects.stored
     engine.said.clear()

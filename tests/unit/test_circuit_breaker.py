@@ -83,7 +83,7 @@ def lends(site: Site, failure: str = "", moved: int = 0, mismatched: int = 0) ->
     """A request of a long prompt that ends with such a receipt; who lent."""
     site.waiting.clear()
     demand = Demand(USABLE * BLOCK + 1, USABLE, USABLE + 1, BLOCK, 100)
-    waiting = site.arrive(RequestInfo("", 0, site.now), demand, site._keys(USABLE))
+    waiting = site.arrive(RequestInfo("", 0, site.now), demand, site.keys(USABLE))
     placed = site.running[waiting]
     kv = public_pb.KvReceipt(loan_failure=failure, moved_blocks=moved, mismatched_blocks=mismatched)
     receipt = public_pb.Receipt(kv=kv)

@@ -7,6 +7,7 @@ import pytest
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc as pb_grpc
 from tandem.client import Metadata, Target
 from tandem.client.call_span import CallSpan
 from tandem.client.sync_client import SyncClient
@@ -56,11 +57,11 @@ def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_telemetry")
-def test_all_that_a_request_may_say_can_be_said() -> None:
+def test_all_that_a_request_may_say_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     stub, chat = Stub(), {"messages": [("user", "hi")], "tools": ["{}"], "chat_template_kwargs": "{}"}
     of_tenant = {"tenant": "t", "priority": 3, "metadata": [("x-mine", "1")]}
+    monkeypatch.setattr(pb_grpc, "InferenceStub", lambda channel: stub)
     with SyncClient("127.0.0.1:1", api_key="k") as client:
-        client._client._stubs = [stub]  # type: ignore[list-item]
         client.explain(**chat, **of_tenant)
         client.tokenize(**chat)
         list(client.generate(**chat, **of_tenant, session_id="s"))
@@ -84,22 +85,25 @@ def test_without_opentelemetry_a_span_is_nothing() -> None:
 
 def test_a_span_has_what_an_attribute_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
-    provider = sdk.TracerProvider()
+    exports = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    provider, ended = sdk.TracerProvider(), exports.InMemorySpanExporter()
+    provider.add_span_processor(sdk.export.SimpleSpanProcessor(ended))
     monkeypatch.setattr("opentelemetry.trace.get_tracer", provider.get_tracer)
     request = pb.GenerateRequest(
         messages=[pb.ChatMessage(role="user", content="secret")], model="m", sampling=pb.Sampling(seed=2**64 - 1, n=2)
     )
     span = CallSpan([request], ["a:1", "b:1"], ())
-    assert span._span.name == "chat m"
-    assert dict(span._span.attributes) == {
+    span.end()
+    (told,) = ended.get_finished_spans()
+    assert told.name == "chat m"
+    assert dict(told.attributes) == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "tandem",
         "gen_ai.request.model": "m",
         "gen_ai.request.choice.count": 2,
         "server.address": "a:1,b:1",
     }
-    context = span._span.context
+    context = told.context
     ((key, sent),) = span.metadata
     assert key == "traceparent"
     assert str(sent).startswith(f"00-{context.trace_id:032x}-{context.span_id:016x}-")
-    span.end()

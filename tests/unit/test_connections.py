@@ -16,17 +16,17 @@ def test_a_connection_holds_no_block_and_is_that_of_the_first_loan() -> None:
     pair.borrower.send()
     assert pair.borrower.receive(Connected) == [Connected(7)]
     assert pair.borrower.held() == NOTHING_LEFT
-    connected = dict(pair.borrower.core._own._peers)
+    connected = dict(pair.borrower.core.own_rank.peers)
     assert list(connected) == [pair.lender.ready.endpoint]
     pair.submit("r", (*TWELVE, 1))
     pair.run()
     pair.check_served("r")
-    assert pair.borrower.core._own._peers == connected, "the loan used it"
+    assert pair.borrower.core.own_rank.peers == connected, "the loan used it"
 
 
 def test_a_peer_that_is_gone_is_forgotten_and_loans_from_others_go_on() -> None:
     pair = Pair(eager=False)
-    gone = Engine("gone", network=pair.borrower.transport._network, engines=pair.borrower.network._engines)
+    gone = Engine("gone", network=pair.borrower.transport.network, engines=pair.borrower.network.engines)
     endpoint = gone.ready.endpoint
     gone.transport.close()
     unknown = Peer("unknown", "nowhere", b"unknown")
@@ -38,7 +38,7 @@ def test_a_peer_that_is_gone_is_forgotten_and_loans_from_others_go_on() -> None:
         1: ("unknown: no engine is there", "gone: it has ended"),
         2: (),
     }
-    assert endpoint not in pair.borrower.core._own._peers
+    assert endpoint not in pair.borrower.core.own_rank.peers
     assert pair.borrower.held() == NOTHING_LEFT
     pair.submit("r", (*TWELVE, 1))
     pair.run()
@@ -73,5 +73,5 @@ def test_an_engine_that_is_connected_to_connects_to_the_callers_memory() -> None
     assert pair.lender.core.audit().quarantined_blocks == 0
     pair.lender.turn()
     pair.lender.turn()
-    assert list(pair.lender.core._own._peers) == [pair.borrower.ready.endpoint]
+    assert list(pair.lender.core.own_rank.peers) == [pair.borrower.ready.endpoint]
     assert pair.lender.held() == NOTHING_LEFT

@@ -224,7 +224,7 @@ def test_an_audit_is_answered() -> None:
     engine = Engine()
     engine.send(generate("a", TEN), Audit(7))
     assert engine.receive(Audited) == [Audited(7, "", 0, 3, 0, 1, 0)]
-    engine.core._kv_cache.pool._reserved += 1
+    assert engine.core.kv_cache.pool.reserve_with((), 1)
     engine.core.handle(Audit(8))
     (audited,) = engine.receive(Audited)
     assert audited.fault == "4 blocks are reserved, 3 expected"

@@ -160,11 +160,11 @@ def test_when_the_lender_has_gone_the_receipt_still_says_over_what_the_blocks_ca
 
 def test_a_cancel_leaves_one_window_behind_and_evicts_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     silence = Silence(monkeypatch, num_blocks=5)
-    named = dict(silence.node.core._kv_cache.pool._name_of)
+    named = dict(silence.node.core.kv_cache.pool.name_of)
     assert len(named) == 2
     silence.node.send(Cancel("r"))
     assert silence.block_counts() == (0, 0, 1)
-    assert silence.node.core._kv_cache.pool._name_of == named
+    assert silence.node.core.kv_cache.pool.name_of == named
     silence.finish_the_read()
     assert silence.block_counts() == (0, 0, 0)
 

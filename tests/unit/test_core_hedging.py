@@ -5,7 +5,7 @@ import pytest
 from engine.core_types import StepBudget
 from engine.messages.to_engine import Cancel
 from kvtransfer.local import LocalNetwork
-from loans.borrower_manager import HEDGE_AFTER_S, HEDGE_UNMEASURED_S, LOOK_EVERY_S
+from loans.borrower_manager import HEDGE_AFTER_S, HEDGE_UNMEASURED_S
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import WIDE, Engine, account_of, tokens_of
 from support.core_pair import Pair, moved
@@ -31,9 +31,9 @@ def pair(borrower_budget: StepBudget = NARROW) -> Pair:
 
 def silent(pair: Pair, seconds: float = HEDGE_UNMEASURED_S) -> None:
     """No sign of life has come for so long."""
-    manager = pair.borrower.core._borrower_manager
+    manager = pair.borrower.core.borrower_manager
     pair.borrower.taken("r").quiet_for_s = seconds
-    manager._look_for_silence(manager._looked_for_silence_at + 2 * LOOK_EVERY_S)
+    manager.look_for_silence()
     pair.borrower.turn()
 
 
@@ -105,12 +105,12 @@ def test_reads_that_hang_are_given_up() -> None:
 
 def test_silence_shorter_than_computing_is_waited_for() -> None:
     both = pair(WIDE)
-    both.borrower.core._kv_cache.cached.speeds.prefill_tokens_per_s = 10.0  # 20 tokens take two seconds
+    both.borrower.core.kv_cache.cached.speeds.prefill_tokens_per_s = 10.0  # 20 tokens take two seconds
     both.submit("r", LONG)
     both.carry()
     silent(both, 1.9)
     assert not both.borrower.step()
-    both.borrower.core._kv_cache.cached.speeds.prefill_tokens_per_s = 1e6
+    both.borrower.core.kv_cache.cached.speeds.prefill_tokens_per_s = 1e6
     silent(both, HEDGE_AFTER_S - 0.01)
     assert not both.borrower.step()
     silent(both, HEDGE_AFTER_S)

@@ -220,7 +220,7 @@ def test_a_loan_and_a_request_of_one_chain_at_once() -> None:
     assert ready.block_ids == (4, 5, 6)
     engine.send(PeerCloses("l"))
     assert engine.held() == NOTHING_LEFT
-    assert engine.core._kv_cache.pool.match(block_keys(root_key(engine.ready.model_fingerprint, ""), TWELVE, 4)) == [
+    assert engine.core.kv_cache.pool.match(block_keys(root_key(engine.ready.model_fingerprint, ""), TWELVE, 4)) == [
         0,
         1,
         2,

@@ -166,7 +166,7 @@ class Storm:
             for name in self.asked:
                 self.cancel(name)
             self.check()
-            self.num_quarantined += self.engine.core._kv_cache.pool.num_quarantined > 0
+            self.num_quarantined += self.engine.core.kv_cache.pool.num_quarantined > 0
 
     def run(self, num_acts: int) -> None:
         local, shared = self.engine.stores
@@ -205,10 +205,10 @@ class Storm:
 
     def check(self) -> None:
         """What the follower may still write has no name and one owner at most; every token is right."""
-        pool = self.engine.core._kv_cache.pool
+        pool = self.engine.core.kv_cache.pool
         for copying, blocks in self.other.writing:
             if not copying.is_quiet:
-                assert not any(block in pool._name_of for block in blocks), "a named block is written"
+                assert not any(block in pool.name_of for block in blocks), "a named block is written"
                 assert not any(pool.num_refs(block) > 1 for block in blocks), "a shared block is written"
         said: dict[str, list[int]] = {}
         for message in self.engine.said:
@@ -224,9 +224,9 @@ class Storm:
         assert self.engine.held() == NOTHING_LEFT
         answered = {message.request_id for message in self.engine.said if isinstance(message, Token | Rejected)}
         assert answered | self.cancelled >= set(self.asked), "a request was never answered"
-        named = sorted(self.engine.core._kv_cache.pool._name_of)
+        named = sorted(self.engine.core.kv_cache.pool.name_of)
         now = self.engine.sharded.fingerprints(named)
-        assert now.tobytes() == self.engine.core._kv_cache.cached.fingerprints_of(named), "a named block has changed"
+        assert now.tobytes() == self.engine.core.kv_cache.cached.fingerprints_of(named), "a named block has changed"
         self.engine.core.close()
         return [m.account for m in self.engine.said if isinstance(m, Token) and m.account is not None]
 

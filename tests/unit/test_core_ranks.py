@@ -76,10 +76,10 @@ def test_a_block_is_bound_with_the_last_rank_only() -> None:
     first, second = pair.borrower.ranks  # type: ignore[attr-defined]
     assert second.step()
     pair.borrower.send()
-    assert pair.borrower.core._kv_cache.cached.snapshot() == []
+    assert pair.borrower.core.kv_cache.cached.snapshot() == []
     assert first.step()
     pair.borrower.send()
-    assert pair.borrower.core._kv_cache.cached.snapshot() != []
+    assert pair.borrower.core.kv_cache.cached.snapshot() != []
     pair.run()
     pair.check_served("r")
 

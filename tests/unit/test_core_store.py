@@ -151,7 +151,7 @@ def test_a_request_with_a_lender_leaves_the_store_to_it() -> None:
 
 def test_blocks_without_memory_are_dropped_and_written_later() -> None:
     site = Site()
-    site.at_once.stores[0]._max_rows = 3
+    site.at_once.stores[0].max_rows = 3
     site.serve(site.at_once)
     assert site.at_once.stores[0].counts.dropped == 1
     site.now += 1.0

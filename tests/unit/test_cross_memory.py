@@ -166,13 +166,13 @@ def test_without_a_compiler_it_is_not_done(monkeypatch: pytest.MonkeyPatch) -> N
         raise cross_memory.NotCompiled("no C++ compiler")
 
     monkeypatch.setattr(cross_memory, "load_library", load)
-    cross_memory._compiled.cache_clear()
+    cross_memory.compiled.cache_clear()
     try:
         assert attach(address()) is None
         assert attach(address()) is None
         assert len(tried) == 1, "whoever connects next does not wait for it again"
     finally:
-        cross_memory._compiled.cache_clear()
+        cross_memory.compiled.cache_clear()
 
 
 def test_spans_that_are_no_whole_parts_are_refused() -> None:

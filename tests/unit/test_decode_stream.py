@@ -253,7 +253,7 @@ async def test_what_is_no_request_and_mistakes_in_the_middle_end_their_request_o
     good, broken = Reader(link, "good"), Reader(link, "broken")
     await settle()
     ends: list[bytes] = []
-    link._stream.mux.open(b"\xff").on_end = ends.append
+    link.stream.mux.open(b"\xff").on_end = ends.append
     wire.attempts["broken"].take = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
     wire.attempts["broken"].on_news()
     await settle()

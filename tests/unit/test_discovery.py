@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from redis.asyncio import ConnectionPool, Redis
 
 from cluster.discovery.discovery import Roster, StaticDiscovery
 from cluster.errors import StartError
@@ -81,11 +82,12 @@ def test_no_password_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PASSWORD_VARIABLE, "hidden")
     for config in (WorkerConfig(model=".", redis_url=url), RouterConfig(model=".", redis_url=url)):
         assert "swordfish" not in repr(config) + str(config)
+    pools: list[ConnectionPool] = []
+    monkeypatch.setattr(Redis, "from_pool", pools.append)
     link = RedisLink(url, 1.0)
     assert link.where == "redis.example:6380"
-    assert link._client.connection_pool.connection_kwargs["password"] == "swordfish"
     bare = RedisLink("redis://redis.example", 1.0)
-    assert bare._client.connection_pool.connection_kwargs["password"] == "hidden"
+    assert [pool.connection_kwargs["password"] for pool in pools] == ["swordfish", "hidden"]
     assert bare.where == "redis.example:6379"
 
 

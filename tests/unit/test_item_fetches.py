@@ -1,5 +1,6 @@
 """Which encode workers are asked again after a failure."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -31,9 +32,11 @@ class Asked(ItemFetches):
 class Engine:
     def __init__(self) -> None:
         self.received: list[ToEngine] = []
+        self.has_received = asyncio.Event()
 
     def send(self, *messages: ToEngine) -> None:
         self.received += messages
+        self.has_received.set()
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,8 @@ async def test_only_an_encode_worker_that_fails_by_itself_is_avoided(
     engine = Engine()
     fetches = Asked(engine, failure)
     for number in range(2):
-        await fetches._fetch(ItemsWanted(f"r{number}", 0, (ITEM,), b"fingerprint"))
+        fetches.start(ItemsWanted(f"r{number}", 0, (ITEM,), b"fingerprint"))
+        await engine.has_received.wait()
+        engine.has_received.clear()
     assert fetches.num_asked == num_asked
     assert engine.received == [ItemsFetched(f"r{number}", 0, ((ITEM.identifier, b"blob"),), ()) for number in range(2)]

@@ -2,7 +2,6 @@
 
 import os
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -120,10 +119,7 @@ def test_a_lender_computes_the_begun_part_of_a_picture() -> None:
 
 
 def test_an_engine_without_media_refuses_items() -> None:
-    engine = Engine()
-    engine.core._requests._reads_media = False
-    manager = engine.core._lender_manager
-    manager._limits = replace(manager._limits, reads_media=False)
+    engine = Engine(reads_media=False)
     engine.send(generate("r", (1, 2, 3), items=[Item(CAT, 0, 2)]))
     engine.send(lend("l", (1,) * 8, items=[Item(CAT, 0, 2)]))
     rejected, refused = engine.receive(Rejected, Refusal)

@@ -166,7 +166,7 @@ def start(memory: Path) -> Iterator[Callable[..., object]]:
 
     yield start_worker
     for store in opened:
-        if store is not None and not store._closed:
+        if store is not None and not store.is_closed:
             store.close()
 
 
@@ -201,7 +201,7 @@ def test_what_a_killed_worker_left_in_memory_goes_when_another_starts(
     start: Callable[..., object], memory: Path
 ) -> None:
     left = MemoryFolder(memory_root(memory, "left"), FORMAT.object_bytes, 1 << 20)
-    os.close(left._lock_file)  # as the system does with the process
+    os.close(left.lock_file)  # as the system does with the process
     in_use = MemoryFolder(memory_root(memory, "used"), FORMAT.object_bytes, 1 << 20)
     start(kv_host_memory_mib=1)
     assert not (memory / "left").exists()

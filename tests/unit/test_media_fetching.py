@@ -108,4 +108,4 @@ async def test_other_urls_are_refused_before_anything_is_connected_to(url: str) 
 def test_no_socket_is_made_for_an_address_that_is_not_public(address: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with pytest.raises(OSError, match="not public"):
-        fetcher()._socket_for((family, socket.SOCK_STREAM, 0, "", (address, 80)))
+        fetcher().socket_for((family, socket.SOCK_STREAM, 0, "", (address, 80)))

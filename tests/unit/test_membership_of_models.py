@@ -244,14 +244,14 @@ async def test_a_large_cache_holds_up_nobody(models: ModelRuntimes, service: Mem
 
     await follow(len(keys))
     assert {PART_KEYS * part for part in range(1, 11)} <= set(seen)
-    assert model.fleet._index.match(keys) == {"w": len(keys)}
+    assert model.fleet.index.match(keys) == {"w": len(keys)}
     await follow(3 * PART_KEYS)
     listens.cancel()
     await asyncio.wait([listens])
     for _ in range(5):
         await asyncio.sleep(0)
-    assert model.fleet._index.keys_of("w") == frozenset()
-    assert model.fleet._index.match(keys[:1]) == {}
+    assert model.fleet.index.keys_of("w") == frozenset()
+    assert model.fleet.index.match(keys[:1]) == {}
 
 
 async def test_of_workers_with_other_files_that_join_at_once_one_sends_them(

@@ -173,7 +173,7 @@ def test_an_error_keeps_nothing_mapped() -> None:
     with lender() as (child, process, pool):
         attached, own = attach(process, pool), np.zeros(64, np.uint8)
         assert attached is not None
-        native = attached._native
+        native = attached.native
 
         def dies(*what: Any) -> int:
             error = native(*what)
@@ -181,12 +181,12 @@ def test_an_error_keeps_nothing_mapped() -> None:
             child.wait()
             return error
 
-        attached._native = dies
+        attached.native = dies
         gc.disable()
         try:
             with pytest.raises(PeerGone) as kept:
                 attached.read([Span(own.ctypes.data, pool.base, 64)])
-            attached._native = native
+            attached.native = native
             wait_until(lambda: num_mapped() == before, "nothing is mapped")
         finally:
             gc.enable()

@@ -85,7 +85,7 @@ class Side:
     def take(self) -> bool:
         """Send what is next; check it against the rules."""
         wanted, num_unprocessed = self.mux.wants_write, self.num_unprocessed
-        knows_window = self.mux._peer_window > 0
+        knows_window = self.mux.peer_window > 0
         if not (raw := self.mux.take()):
             return False
         assert wanted

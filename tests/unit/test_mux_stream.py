@@ -195,7 +195,7 @@ async def test_messages_are_delayed_and_notes_are_not() -> None:
 
 
 async def test_a_caller_that_opens_no_connection_is_cut_off() -> None:
-    stream = MuxServer(echo)._connected()
+    stream = MuxServer(echo).connected()
     transport = MemoryTransport(1)
     transport.peer = MuxStream(b"")
     stream.connection_made(transport)
@@ -214,7 +214,7 @@ async def test_a_connection_that_ended_before_it_stood_is_cut_off() -> None:
 
 @pytest.mark.parametrize("kind", [FRAME, NOTE, BEAT])
 async def test_a_first_frame_that_opens_nothing_is_refused(kind: int) -> None:
-    stream = MuxServer(echo)._connected()
+    stream = MuxServer(echo).connected()
     stream.data_received(b"\0\0\0\0" + bytes([kind]))
     assert isinstance(stream.ended, InvalidRequest)
 

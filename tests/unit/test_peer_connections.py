@@ -5,6 +5,7 @@ from typing import Any
 
 from loans.network import CUT_OFF, Blocks, Lent, LoanGiven, LoanTaken, Peer, Started, Want
 from loans.peers.socket_network import NetworkSettings, SocketNetwork
+from loans.peers.sockets import Connector
 
 WANT = Want("r", [b"k" * 16], 0, True, [1, 2, 3, 4], b"root")
 SILENCE_S = 2.0
@@ -43,6 +44,26 @@ def pipe() -> tuple[Pipe, Pipe]:
     return one, other
 
 
+class Calls(Connector):
+    """Calls that reach nobody before their site says so."""
+
+    def __init__(self, site: "Site") -> None:
+        self._site = site
+        self.accepted: Any = None
+
+    def listen(self, host: str, port: int, on_connected: Any) -> int:
+        self.accepted = on_connected
+        return port
+
+    def connect(self, address: str, on_connected: Any) -> None:
+        self._site.calls.append((address, on_connected))
+
+    def take(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
 class Engine:
     """An engine's network, its loop, and what it is told."""
 
@@ -51,10 +72,9 @@ class Engine:
         self.told: list[Any] = []
         self.given: list[LoanGiven] = []
         settings = NetworkSettings(name, name.encode(), "nowhere", 0, "", SILENCE_S)
-        self.network = SocketNetwork(settings, self, lambda: site.now)
-        self.network.gives = self
-        self.network._hello.model_fingerprint, self.network._hello.endpoint = b"model", b"memory of " + name.encode()
-        self.network._connector.connect = site.call  # type: ignore[method-assign]
+        self.connector = Calls(site)
+        self.network = SocketNetwork(settings, self, lambda: site.now, self.connector)
+        self.network.start(self, b"model", b"memory of " + name.encode())
         self.peer = Peer(name, name, name.encode())
 
     def borrow(self, peer: Peer) -> LoanTaken:
@@ -98,9 +118,6 @@ class Site:
         self.pipes: dict[int, Pipe] = {}
         self.one, self.two = Engine(self, "one"), Engine(self, "two")
 
-    def call(self, address: str, on_connected: Any) -> None:
-        self.calls.append((address, on_connected))
-
     def connect(self) -> None:
         """All calls reach whom they are for."""
         calls, self.calls = self.calls, []
@@ -108,7 +125,7 @@ class Site:
             near, far = pipe()
             self.pipes[near.fileno()], self.pipes[far.fileno()] = near, far
             on_connected(near, "")
-            (self.one if address == "one" else self.two).network._accepted(far, "")  # type: ignore[arg-type]
+            (self.one if address == "one" else self.two).connector.accepted(far, "")
 
     def turn(self) -> None:
         for _ in range(6):

@@ -47,7 +47,7 @@ def test_a_pinned_prompt_survives_a_flood_and_goes_when_its_time_is_over() -> No
     assert engine.serve(0, 17).reused_blocks == 4
     engine.now += 3601.0
     engine.core.report()
-    assert engine.core._kv_cache.cached.pins.blocks == []
+    assert engine.core.kv_cache.cached.pins.blocks == []
     for number in range(20):
         engine.serve(100 * number + 31, 30)
     assert engine.serve(0, 17).reused_blocks == 0
@@ -67,8 +67,8 @@ def test_a_tenant_has_its_share_and_leading_blocks_are_pinned() -> None:
     assert engine.serve(40, 9, HOUR).pinned_blocks == 0
     assert engine.serve(40, 9, Retention(60.0, "other")).pinned_blocks == 2
     assert engine.serve(0, 29, Retention(7200.0, "other")).pinned_blocks == 6, "four are the first tenant's"
-    assert engine.core._kv_cache.cached.pins.clear("tenant") == 4
-    assert engine.core._kv_cache.cached.pins.clear() == 4
+    assert engine.core.kv_cache.cached.pins.clear("tenant") == 4
+    assert engine.core.kv_cache.cached.pins.clear() == 4
 
 
 def test_a_longer_time_counts() -> None:
@@ -78,10 +78,10 @@ def test_a_longer_time_counts() -> None:
     engine.serve(0, 9, Retention(10.0))
     engine.now += 99.0
     engine.core.report()
-    assert len(engine.core._kv_cache.cached.pins.blocks) == 2
+    assert len(engine.core.kv_cache.cached.pins.blocks) == 2
     engine.now += 2.0
     engine.core.report()
-    assert engine.core._kv_cache.cached.pins.blocks == []
+    assert engine.core.kv_cache.cached.pins.blocks == []
 
 
 def test_pins_give_way_to_a_request_that_would_never_fit() -> None:
@@ -93,9 +93,8 @@ def test_pins_give_way_to_a_request_that_would_never_fit() -> None:
     load = [message for message in engine.said if isinstance(message, LoadReport)][-1]
     assert load.available_blocks == 16, "the router may send it"
     engine.serve(31, 50)
-    assert [pin.tenant for pin in engine.core._kv_cache.cached.pins._pins.values()] == 3 * ["tenant"], (
-        "the first to end went"
-    )
+    by_tenant = engine.core.kv_cache.cached.pins.by_tenant()
+    assert [(tenant, count) for tenant, count, _ in by_tenant] == [("tenant", 3)], "the first to end went"
 
 
 @pytest.mark.parametrize("reserve", [1, 256])
@@ -117,10 +116,10 @@ def test_any_order_of_pins_keeps_books_and_bounds(requests: list[tuple[int, int,
         engine.now += 1.0
         retention = None if seconds is None else Retention(seconds, f"tenant-{tenant}")
         engine.serve(40 * trunk, length, retention)
-        pins = engine.core._kv_cache.cached.pins
+        pins = engine.core.kv_cache.cached.pins
         pins.check_integrity()
         assert len(pins.blocks) <= 8
-        assert all(count <= 4 for count in pins._of_tenant.values())
+        assert all(count <= 4 for _, count, _ in pins.by_tenant())
     engine.now += 100.0
     engine.core.report()
-    assert engine.core._kv_cache.pool.num_held == 0
+    assert engine.core.kv_cache.pool.num_held == 0

@@ -190,19 +190,21 @@ def test_the_integrity_check_sees(fault: str) -> None:
     holders: list[list[int]] = []
     match fault:
         case "lost":
-            pool._free.pop()
+            pool.num_blocks += 1
         case "twice":
-            pool._free.append(pool._free[0])
+            pool.quarantined.add(pool.num_blocks - 1)
+            pool.unquarantine([pool.num_blocks - 1])
         case "unnamed":
-            del pool._block_of[pool._name_of.pop(0)[1]]
+            del pool.name_of[0]
         case "stale name":
-            pool._block_of[b"ghost"] = 0
+            pool.name_of[0] = (ROOT, b"ghost")
         case "overpromised":
-            pool._reserved = 5
+            assert pool.reserve_with((), 4)
+            pool.acquire([0])
         case "claim":
             holders = [[0]]
         case "quarantined":
-            pool._quarantined.add(0)
+            pool.quarantined.add(0)
     with pytest.raises(AssertionError):
         pool.check_integrity(holders)
 
@@ -378,8 +380,8 @@ class PoolModel(RuleBasedStateMachine):
     def books_balance(self) -> None:
         refs = self.refs()
         self.pool.check_integrity([blocks for blocks, _, _ in self.holders] + self.lent)
-        assert list(self.pool._free) == self.free
-        assert list(self.pool._cached) == self.cached
+        assert self.pool.num_blocks - self.pool.num_filled == len(self.free)
+        assert [each.block for each in self.pool.oldest(self.pool.num_blocks)] == self.cached
         assert self.pool.num_held == len(refs)
         assert self.pool.num_named_held == len(set(self.names) & set(refs))
         assert self.pool.num_reserved == self.reserved

@@ -105,5 +105,5 @@ def test_a_crowd_in_a_tiny_pool_is_served_and_was_preempted(reserve: int, budget
         engine.step()
     engine.finish()
     preemptions = [stream.accounts[-1].preemptions for stream in engine.streams.values()]
-    assert sum(preemptions) == engine.core._requests.running_set.num_preemptions > 10
+    assert sum(preemptions) == engine.core.requests.running_set.num_preemptions > 10
     assert all(stream.accounts[0] is stream.accounts[-1] for stream in engine.streams.values())

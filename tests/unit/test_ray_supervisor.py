@@ -207,7 +207,7 @@ class Nodes(WorkerGroup):
 
 async def test_a_worker_whose_place_is_lost_while_it_starts_takes_another() -> None:
     world, nodes = World(of(1, 1)), Nodes()
-    world.supervisor._group = nodes
+    world.supervisor.group = nodes
     async with world.running():
         world.machine.named("decode-0").end("its node died")
         await asyncio.sleep(LOAD_S / 2)
@@ -223,7 +223,7 @@ async def test_a_worker_whose_place_is_lost_while_it_starts_takes_another() -> N
 
 async def test_a_worker_that_leaves_while_it_waits_gives_back_all_its_room() -> None:
     world, nodes = World(of(1, 2)), Nodes()
-    world.supervisor._group = nodes
+    world.supervisor.group = nodes
     async with world.running():
         nodes.is_lost = True
         world.machine.named("decode-1").end("its node died")
@@ -433,7 +433,7 @@ def with_media(replicas: int) -> World:
 
 async def test_routers_know_the_preprocessor_and_that_the_encode_workers() -> None:
     async with with_media(2).running() as world:
-        roles = world.supervisor._roles
+        roles = world.supervisor.roles
         assert list(roles) == ["encoder-0", "encoder-1", "preprocessor", "router", "decode-0", "prefill-0"]
         assert roles["preprocessor"].config.encoders == (roles["encoder-0"].at, roles["encoder-1"].at)
         assert [entry.preprocessor for entry in roles["router"].config.entries] == [roles["preprocessor"].at]
@@ -444,7 +444,7 @@ async def test_routers_know_the_preprocessor_and_that_the_encode_workers() -> No
 async def test_encode_workers_and_the_preprocessor_start_again() -> None:
     """The preprocessor keeps its port, and learns where an encode worker is now."""
     async with with_media(1).running() as world:
-        encoder, preprocessor = (world.supervisor._roles[name] for name in ("encoder-0", "preprocessor"))
+        encoder, preprocessor = (world.supervisor.roles[name] for name in ("encoder-0", "preprocessor"))
         before = encoder.at, preprocessor.config.port
         world.machine.named("encoder-0").end("its node died")
         await asyncio.sleep(LOAD_S + 5)
@@ -469,7 +469,7 @@ class Fixed(World):
         super().__init__(plan_topology(0, 1, {"model": "m"}, {"model": "m"}, [0]))
         say = ProgressSteps(Console(file=self._said, width=200), "")
         self.supervisor = Supervisor(topology, RaySettings(), say, ground=self.machine)
-        self.supervisor._group = Nodes()
+        self.supervisor.group = Nodes()
 
 
 def grouped(decode: int, **worker: Any) -> Topology:
@@ -478,7 +478,7 @@ def grouped(decode: int, **worker: Any) -> Topology:
 
 async def test_a_group_knows_its_first_rank_and_restarts_at_once() -> None:
     async with Fixed(grouped(4, data_parallel=2)).running() as world:
-        roles = {name: role for name, role in world.supervisor._roles.items() if name != "router"}
+        roles = {name: role for name, role in world.supervisor.roles.items() if name != "router"}
         firsts = {name: role.first.name if role.first else "" for name, role in roles.items()}
         assert firsts == {"decode-0": "", "decode-1": "decode-0", "decode-2": "", "decode-3": "decode-2"}
         await world.supervisor.perform(RESTART)
@@ -486,8 +486,8 @@ async def test_a_group_knows_its_first_rank_and_restarts_at_once() -> None:
         assert [set(leaving[:2]), set(leaving[2:])] == [{"decode-0", "decode-1"}, {"decode-2", "decode-3"}]
         served = [name for what, name in world.machine.events if what == "serves"]
         assert world.machine.events.index(("leaves", leaving[2])) > world.machine.events.index(("serves", served[1]))
-        again = world.supervisor._roles["decode-1"]
-        assert again.first is world.supervisor._roles["decode-0"]
+        again = world.supervisor.roles["decode-1"]
+        assert again.first is world.supervisor.roles["decode-0"]
         assert again is not roles["decode-1"]
 
 
@@ -507,5 +507,5 @@ async def test_groups_and_workers_over_nodes_have_a_fixed_number() -> None:
 
 async def test_a_worker_over_nodes_has_a_place_on_each() -> None:
     async with Fixed(grouped(2, tensor_parallel=4, nodes=2)).running() as world:
-        roles = [role for role in world.supervisor._roles.values() if role.is_worker]
+        roles = [role for role in world.supervisor.roles.values() if role.is_worker]
         assert [len(role.further_nodes) for role in roles] == [1, 1]

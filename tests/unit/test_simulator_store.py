@@ -28,7 +28,7 @@ def test_prefixes_that_pools_evict_come_back_from_the_store(at_once: bool) -> No
     place = stored.cluster.place
     assert place is not None
     assert 0 < len(place.blocks) <= place.max_blocks
-    index = stored.cluster.routers[0].fleet._index
+    index = stored.cluster.routers[0].fleet.index
     (row,) = [row for row in stored.cluster.routers[0].fleet.snapshot.ids if row.startswith("shared-store/")]
     assert index.keys_of(row) == frozenset(place.blocks), "the router knows what the store holds"
 

@@ -162,7 +162,7 @@ def test_names_are_bounded_and_held_ones_stay() -> None:
             pool.remove(draw)
         blocks.apply(pool.batch())
         assert blocks.num_held <= 5
-        assert len(blocks._key_of) <= 8 + 1
+        assert len(blocks.key_of) <= 8 + 1
     assert applied(set(), blocks.snapshot()) == pool.keys()
 
 

@@ -30,7 +30,7 @@ def test_a_long_answer_is_kept_as_its_tokens() -> None:
     num_messages = 3 * MAX_UNREAD_BYTES // len(message)
     for _ in range(num_messages):
         emitted.add(message)
-        assert sum(map(len, emitted._unread)) <= MAX_UNREAD_BYTES
+        assert sum(map(len, emitted.unread)) <= MAX_UNREAD_BYTES
     (choice,) = emitted.choices
     assert choice.token_ids == [7] * num_messages
     assert choice.num_chars == 1000 * num_messages

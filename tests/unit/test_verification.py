@@ -15,6 +15,7 @@ from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, join_endpoints
 from kvtransfer.transport import Pool
 from loans.reads.block_reads import BlockRead, LocalRank
+from loans.reads.verification import BatchVerifier
 from support.memory_objects import StepExecutor
 from support.sim_model import LAYOUT
 from support.slow_transport import SlowTransport
@@ -102,7 +103,7 @@ def test_reads_that_are_complete_share_one_pass(num_reads: int, small_reads: Non
     for number, ((lender, block_ids, _), (read, quiet)) in enumerate(zip(starts, reads, strict=True)):
         assert read.is_quiet
         assert quiet == [None if number == 1 else borrower.wanted(lender, block_ids)]
-    assert len(borrower.looked) == borrower.rank._batch_verifier.num_passes == 1
+    assert len(borrower.looked) == borrower.rank.batch_verifier.num_passes == 1
     verified = [block for number, (_, _, blocks) in enumerate(starts) if number != 1 for block in blocks]
     assert sorted(borrower.looked[0]) == sorted(verified)
 
@@ -139,7 +140,7 @@ def test_what_arrives_during_a_pass_shares_the_next_one() -> None:
         assert over.acquire()
     wanted = fingerprint_blocks(contents, range(9), kv_heads=2)
     assert quiet == [(row.tobytes(),) for row in wanted]
-    assert rank._batch_verifier.num_passes == 2
+    assert rank.batch_verifier.num_passes == 2
 
 
 def test_a_pass_that_fails_fails_its_reads_and_no_later_ones(caplog: pytest.LogCaptureFixture) -> None:
@@ -151,7 +152,7 @@ def test_a_pass_that_fails_fails_its_reads_and_no_later_ones(caplog: pytest.LogC
             raise RuntimeError("CUDA error")
         return look(blocks)
 
-    borrower.rank._batch_verifier._fingerprints = fingerprints
+    borrower.rank.batch_verifier = BatchVerifier(fingerprints, borrower.passes)
     _, first = borrower.read("one", [0, 1], [0, 1])
     _, second = borrower.read("other", [0], [2])
     borrower.land_all()
@@ -228,7 +229,7 @@ def _try_any_order(data: st.DataObject) -> None:
             seen.append(error)
             raise
 
-    borrower.rank._batch_verifier._fingerprints = fingerprints
+    borrower.rank.batch_verifier = BatchVerifier(fingerprints, borrower.passes)
     for _ in range(data.draw(st.integers(1, 40), "moves")):
         moves = ["read"] * bool(free) + ["post"] * bool(transport.busy()) + 2 * ["land"] * bool(transport.posted)
         moves += ["fail"] * bool(transport.posted) + ["withdraw"] * bool(begun) + ["pass"]
@@ -272,4 +273,4 @@ def _try_any_order(data: st.DataObject) -> None:
             assert quiet == [None]
         else:
             assert quiet == [None if number in withdrawn else borrower.wanted(lender, block_ids)]
-    assert borrower.rank._batch_verifier._waiting == []
+    assert borrower.rank.batch_verifier.waiting == []

@@ -13,7 +13,7 @@ from engine.core.loan_host import EngineLimits
 from engine.core_types import Chunk, SampleResult
 from engine.errors import EngineStartError
 from engine.messages.from_engine import CacheChanged, FromEngine
-from engine.messages.to_engine import InspectCache, TakeSnapshot
+from engine.messages.to_engine import TakeSnapshot
 from engine.process.engine_loop import Steps, WarmUp
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT, CheckedCore, ToPeer, held
@@ -71,11 +71,7 @@ def test_a_prompt_and_a_decode_step_are_computed_in_any_pool(num_blocks: int) ->
     core, _ = warmed(runner, execute)
     assert {(False, True), (True, True)} <= set(computed)
     assert held(core) == NOTHING_LEFT
-    said: list[FromEngine] = []
-    core._cache_queries._emit = said.append
-    core.handle(InspectCache(1))
-    (inspected,) = said
-    assert (inspected.held, inspected.filled) == (0, 0)  # type: ignore[union-attr]
+    assert (core.cached.pool.num_held, core.cached.pool.num_filled) == (0, 0)
 
 
 def test_a_context_of_two_tokens_is_warmed_up_without_a_request() -> None:
@@ -92,7 +88,7 @@ work = st.lists(
 def said_by(runner: SimRunner, work: list[tuple[bool, int, int, int]]) -> list[FromEngine | ToPeer]:
     """All that a new core over `runner` says to this work, its reports and its cache included."""
     core = CheckedCore(runner, LocalTransport(LocalNetwork(), "serving"), LIMITS)
-    core.core._kv_cache.cached.clock = lambda: 0.0
+    core.core.kv_cache.cached.clock = lambda: 0.0
     for number, (is_loan, first_token, length, max_tokens) in enumerate(work):
         prompt = range(first_token, first_token + length)
         core.send(lend(f"{number}", prompt) if is_loan else generate(f"{number}", prompt, max_tokens))

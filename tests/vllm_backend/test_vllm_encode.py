@@ -116,7 +116,7 @@ async def test_requests_go_on_without_an_encode_worker_that_dies(tmp_path: Path,
                     os.kill(child, signal.SIGKILL)
                     assert ids(await answer) == expected[number]
                     await answers(stub, request.items, fingerprint)
-                    engine._fetches._avoided.clear()
+                    engine.fetches.avoided.clear()
                     (child,) = children_running(encoder.pid, "encode_worker.child")
             async with prompts.request("last", tokens, files[0]) as request:
                 os.kill(encoder.pid, signal.SIGKILL)

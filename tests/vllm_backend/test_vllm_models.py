@@ -123,7 +123,7 @@ async def test_a_tokenizer_that_grammars_cannot_read_fails_their_requests_alone(
     async with engines(engine):
         asked = greedy("grammar", [5] * 40, structured=StructuredOutput("regex", ("[a-z]+",)))
         engine.send(asked)
-        await engine.until(lambda: engine._said(Failed))
+        await engine.until(lambda: engine.has_said(Failed))
         (failed,) = [message.failure for message in engine.said if isinstance(message, Failed)]
         assert failed.field.startswith(FIELD)
         assert "cannot read this model's tokenizer" in failed.reason

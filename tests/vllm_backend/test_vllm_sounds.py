@@ -193,7 +193,7 @@ async def test_embeddings_of_an_encode_worker_give_the_tokens_of_vllm_alone(kind
         for number, file in enumerate(files):
             async with prompts.request(f"first-{number}", tokens, file) as request:
                 assert ids(await engine.answer(request)) == expected[number]
-            assert not engine._fetches._avoided
+            assert not engine.fetches.avoided
             if kind == "qwen3vl":
                 continue  # vLLM wants the tokens among the frames, so the worker encodes its videos itself
             nowhere = tuple(item._replace(address="127.0.0.1:1") for item in request.items)

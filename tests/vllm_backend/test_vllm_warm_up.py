@@ -23,7 +23,7 @@ async def test_what_was_computed_to_warm_up_is_gone(kind: str) -> None:
         await engine.audited()
         engine.send(InspectCache(2), TakeSnapshot(), ConnectPeers(3, (lender.peer,)))
         for kind_of in (CacheInspected, CacheChanged, Connected, LoadReport):
-            await engine.until(lambda kind_of=kind_of: engine._said(kind_of))
+            await engine.until(lambda kind_of=kind_of: engine.has_said(kind_of))
         (inspected,) = [message for message in engine.said if isinstance(message, CacheInspected)]
         assert (inspected.held, inspected.filled) == (0, 0)
         assert all(not message.events for message in engine.said if isinstance(message, CacheChanged))

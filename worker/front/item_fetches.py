@@ -47,7 +47,7 @@ class ItemFetches:
         self._engine = engine
         self._channels = Channels(trust)
         self._tasks = Tasks("a fetch for the engine was lost")
-        self._avoided: dict[str, float] = {}
+        self.avoided: dict[str, float] = {}
         """Encode workers that failed, and until when they are not asked, in seconds of the monotonic clock."""
 
     def start(self, wanted: ItemsWanted) -> None:
@@ -80,7 +80,7 @@ class ItemFetches:
         found: dict[bytes, Embeddings] = {}
         now = time.monotonic()
         for address in {item.encoder for item in wanted.items if item.encoder and wanted.encoder_fingerprint}:
-            if self._avoided.get(address, 0.0) > now:
+            if self.avoided.get(address, 0.0) > now:
                 continue
             items = [item for item in wanted.items if item.encoder == address]
             try:
@@ -88,7 +88,7 @@ class ItemFetches:
             except InvalidRequest as error:  # of these items: it may encode others
                 log.info("encode worker %s refuses items of %s: %s", address, wanted.request_id, error)
             except ServiceError as error:
-                self._avoided[address] = time.monotonic() + AVOID_S
+                self.avoided[address] = time.monotonic() + AVOID_S
                 log.warning("encode worker %s is not asked for %g s: %s", address, AVOID_S, error)
         return found
 

@@ -36,7 +36,7 @@ FingerprintLater = Callable[[Any, Callable[[], NDArray[np.uint64]]], None]
 """Callable later(tag, compute) that computes fingerprints on another thread; `VllmCore.name` takes tag and result."""
 
 
-class _Filled:
+class Filled:
     """Blocks that one step filled, held until they are named."""
 
     def __init__(self, full: Sequence[Full], places: Sequence[GroupPlace]) -> None:
@@ -47,8 +47,8 @@ class _Filled:
 class VllmCore(LoanHost):
     """The engine without threads and sockets."""
 
-    _requests: VllmRequests
-    _kv_cache: VllmKVCache
+    requests: VllmRequests
+    kv_cache: VllmKVCache
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class VllmCore(LoanHost):
         self._memory = memory
         self._own_budget = engine.scheduler.max_num_scheduled_tokens
         self._fingerprint_later = fingerprint_later
-        self._unnamed: dict[_Filled, None] = {}
+        self.unnamed: dict[Filled, None] = {}
         """Blocks of steps whose fingerprints are being computed, in order."""
         self._blocked = False
         """Whether the last schedule was empty, and nothing has happened since."""
@@ -90,11 +90,11 @@ class VllmCore(LoanHost):
             own = LocalRank(parts.transport, memory.part, memory.part_fingerprints)
         super().__init__(parts, info, memory.pool, own, kv_cache, memory)
         self._media = Media(self._scheduler, self._emit, info.encoder_fingerprint)
-        self._submissions = Submissions(
+        self.submissions = Submissions(
             self._scheduler, kv_cache, sampling, lora, self._media, self._on_scheduled, self.unblock
         )
         requests = VllmRequests(
-            self._table_parts(), self._submissions, sampling, self._media, lambda: bool(self._unnamed)
+            self._table_parts(), self.submissions, sampling, self._media, lambda: bool(self.unnamed)
         )
         self._serve(requests, requests if self._scheduler.num_spec_tokens else None)
 
@@ -129,9 +129,9 @@ class VllmCore(LoanHost):
 
     @property
     def idle(self) -> bool:
-        if self._kv_cache.in_step or self._unnamed or self._scheduler.has_requests():
+        if self.kv_cache.in_step or self.unnamed or self._scheduler.has_requests():
             return False
-        return not (self._requests.num_requests or self._lender_manager.num_loans)
+        return not (self.requests.num_requests or self.lender_manager.num_loans)
 
     @property
     def may_schedule(self) -> bool:
@@ -140,8 +140,8 @@ class VllmCore(LoanHost):
 
     def take_jobs(self) -> None:
         """Let vLLM compute what loans lack, so that `may_schedule` covers it."""
-        if self._lender_manager.num_loans:
-            self._loans.start_queued()
+        if self.lender_manager.num_loans:
+            self.loans.start_queued()
             self._submit_jobs()
 
     def schedule(self) -> Any:
@@ -162,19 +162,19 @@ class VllmCore(LoanHost):
         if self._scheduler.scheduler_config.enable_chunked_prefill:  # else a prompt is one step
             self._scheduler.max_num_scheduled_tokens = min(self._own_budget, wanted, most)
         num_running = len(self._scheduler.running)
-        if len(self._cached.pins):
-            self._cached.pins.shrink(self._submissions.num_lacking())
+        if len(self.cached.pins):
+            self.cached.pins.shrink(self.submissions.num_lacking())
         output = self._scheduler.schedule()
-        self._submissions.after_schedule(output)
+        self.submissions.after_schedule(output)
         # A request that has preempted itself ends vLLM's look at the others, which the next one finds able to go on.
         is_empty = not output.total_num_scheduled_tokens and not output.finished_req_ids
         self._blocked = is_empty and len(self._scheduler.running) == num_running
         self._give_up_lost()
         if self._blocked:
             self._reports.changed = True
-        if not self._kv_cache.in_step:
-            self._reports.step_began(self._cached.clock())
-        self._kv_cache.num_steps += 1
+        if not self.kv_cache.in_step:
+            self._reports.step_began(self.cached.clock())
+        self.kv_cache.num_steps += 1
         return output
 
     def grammar_of(self, output: Any) -> Any:
@@ -192,37 +192,37 @@ class VllmCore(LoanHost):
     def end_step(self, output: Any, computed: Any) -> None:
         """Process the executor's result of the oldest batch in flight."""
         seconds = self._reports.step_ended()
-        num_requests = self._requests.num_requests
+        num_requests = self.requests.num_requests
         drafts, counts = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
         if output.total_num_scheduled_tokens > len(counts):  # else every request has one token
             if drafts:
                 counts = {each: count - len(drafts.get(each, ())) for each, count in counts.items()}
             if prompt_tokens := sum(count for count in counts.values() if count > 1):
                 self._reports.changed = True
-                self._cached.speeds.computed(prompt_tokens, seconds)
-        self._submissions.abort_removed()
+                self.cached.speeds.computed(prompt_tokens, seconds)
+        self.submissions.abort_removed()
         outputs = self._scheduler.update_from_output(output, computed)
         self._engine.post_step(output.total_num_scheduled_tokens > 0)  # takes the next drafts, unless asynchronous
-        self._kv_cache.num_steps -= 1
-        if self._kv_cache.in_step:
-            self._reports.step_began(self._cached.clock())
+        self.kv_cache.num_steps -= 1
+        if self.kv_cache.in_step:
+            self._reports.step_began(self.cached.clock())
         if output.total_num_scheduled_tokens:
             self._blocked = False
-        self._take_full(self._submissions.filled(output))
+        self._take_full(self.submissions.filled(output))
         for of_client in outputs.values():
-            self._requests.produced(of_client.outputs, drafts, output.num_invalid_spec_tokens or {})
-        self._reports.changed |= self._requests.num_requests != num_requests
-        self._loans.start_queued()
+            self.requests.produced(of_client.outputs, drafts, output.num_invalid_spec_tokens or {})
+        self._reports.changed |= self.requests.num_requests != num_requests
+        self.loans.start_queued()
         self._submit_jobs()
 
-    def name(self, filled: _Filled, fingerprints: NDArray[np.uint64]) -> None:
+    def name(self, filled: Filled, fingerprints: NDArray[np.uint64]) -> None:
         """Name the blocks that a step filled, lend them, and let them go."""
-        del self._unnamed[filled]
+        del self.unnamed[filled]
         self._named(filled, fingerprints)
-        self._kv_cache.pool.release(filled.blocks)
+        self.kv_cache.pool.release(filled.blocks)
         self._blocked = False
-        if not self._unnamed:
-            self._requests.all_named()
+        if not self.unnamed:
+            self.requests.all_named()
 
     # ------------------------------------------------------------------ parts
 
@@ -232,8 +232,8 @@ class VllmCore(LoanHost):
 
     def _own_claims(self) -> list[Sequence[int]]:
         """Return the blocks that vLLM's requests hold, those allocated early, and those not named yet."""
-        unnamed = [filled.blocks for filled in self._unnamed]
-        return [*self._submissions.holdings(), *self._kv_cache.allocated, *unnamed]
+        unnamed = [filled.blocks for filled in self.unnamed]
+        return [*self.submissions.holdings(), *self.kv_cache.allocated, *unnamed]
 
     def _take_full(self, full: Sequence[Full]) -> None:
         """Name the blocks that a step filled, once their fingerprints are known.
@@ -242,51 +242,51 @@ class VllmCore(LoanHost):
         """
         if not full:
             return
-        pool = self._kv_cache.pool
+        pool = self.kv_cache.pool
         places = [
             place for each in full for place in each.places if not pool.has_name(place.parent, place.key, place.block)
         ]
-        filled = _Filled(full, places)
-        if self._fingerprint_later is None or not (places or self._unnamed):
+        filled = Filled(full, places)
+        if self._fingerprint_later is None or not (places or self.unnamed):
             self._named(filled, self._fingerprints_of(filled))
             return
-        self._kv_cache.pool.acquire(filled.blocks)
-        self._unnamed[filled] = None
+        self.kv_cache.pool.acquire(filled.blocks)
+        self.unnamed[filled] = None
         self._fingerprint_later(filled, lambda: self._fingerprints_of(filled))
 
-    def _fingerprints_of(self, filled: _Filled) -> NDArray[np.uint64]:
+    def _fingerprints_of(self, filled: Filled) -> NDArray[np.uint64]:
         """Return fingerprints of the blocks that have no name, [blocks, KV heads].
 
         From any thread.
         """
-        return self._cached.compute_fingerprints(filled.blocks) if filled.blocks else np.empty((0, 0), np.uint64)
+        return self.cached.compute_fingerprints(filled.blocks) if filled.blocks else np.empty((0, 0), np.uint64)
 
-    def _named(self, filled: _Filled, fingerprints: NDArray[np.uint64]) -> None:
-        self._kv_cache.name(filled.places, fingerprints)
+    def _named(self, filled: Filled, fingerprints: NDArray[np.uint64]) -> None:
+        self.kv_cache.name(filled.places, fingerprints)
         for each in filled.full:
-            sequence, end = each.submitted.sequence, each.end * self._kv_cache.groups.unit
-            if self._submissions.get(each.submitted.request_id) is not each.submitted:
+            sequence, end = each.submitted.sequence, each.end * self.kv_cache.groups.unit
+            if self.submissions.get(each.submitted.request_id) is not each.submitted:
                 continue
             # after a preemption the first ones may be known
-            is_known = max(0, len(sequence.keys) + len(each.places) - each.end) if self._kv_cache.groups.is_chain else 0
+            is_known = max(0, len(sequence.keys) + len(each.places) - each.end) if self.kv_cache.groups.is_chain else 0
             new = each.places[is_known:]
             sequence.keys += [place.key for place in new]
             if sequence.sampling is None:
                 sequence.num_computed = max(sequence.num_computed, end)
                 names, blocks = [place.key for place in new], [place.block for place in new]
-                self._lender_manager.computed(sequence, names, blocks)
+                self.lender_manager.computed(sequence, names, blocks)
             else:
-                self._requests.named(sequence, end)
+                self.requests.named(sequence, end)
 
     def _submit_jobs(self) -> None:
         """Let vLLM compute what loans lack."""
-        for job in self._lender_manager.jobs():
-            if job not in self._submissions:
+        for job in self.lender_manager.jobs():
+            if job not in self.submissions:
                 try:
-                    self._submissions.add(job, self._kv_cache.layout.blocks_for(job.num_tokens_with_items))
+                    self.submissions.add(job, self.kv_cache.layout.blocks_for(job.num_tokens_with_items))
                 except ValueError as error:
                     self._give_up(job, str(error))
-                if job in self._submissions:  # else it waits for blobs
+                if job in self.submissions:  # else it waits for blobs
                     self._blocked = False
 
     def _items_fetched(self, message: ItemsFetched) -> None:
@@ -296,7 +296,7 @@ class VllmCore(LoanHost):
         failure = message.failure
         if not failure:
             try:
-                self._submissions.add(*waiting)
+                self.submissions.add(*waiting)
             except ValueError as error:
                 failure = str(error)
         if failure:
@@ -305,21 +305,21 @@ class VllmCore(LoanHost):
     def _give_up_lost(self) -> None:
         """End the sequences for which vLLM's encoder would need blobs that are not here any more."""
         for request_id in self._media.take_lost():
-            if (submitted := self._submissions.get(request_id)) is not None:
+            if (submitted := self.submissions.get(request_id)) is not None:
                 self._give_up(submitted.sequence, "its blocks were given away, and the tensors of an item are not here")
 
     def _give_up(self, sequence: EngineSequence, reason: str) -> None:
         """End what cannot be computed here: a loan's borrower computes itself, a request is placed again."""
         if sequence.sampling is None:
-            self._lender_manager.lose(sequence, reason)
+            self.lender_manager.lose(sequence, reason)
         else:
-            self._requests.give_up(sequence, reason)
+            self.requests.give_up(sequence, reason)
 
     def _on_scheduled(self, submitted: Submitted, num_hits: int) -> None:
         if submitted.sequence.sampling is not None:
-            self._requests.scheduled(submitted, num_hits)
+            self.requests.scheduled(submitted, num_hits)
 
     def _finished(self, sequence: Chain) -> None:
         self._blocked = False
         assert isinstance(sequence, EngineSequence)
-        self._submissions.remove(sequence)
+        self.submissions.remove(sequence)

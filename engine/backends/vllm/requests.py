@@ -75,7 +75,7 @@ class VllmRequests(RequestTable[_Request]):
     @property
     def num_reserved(self) -> int:
         """Blocks reserved for choices that wait for the first one."""
-        return sum(request.reserved for request in self._requests.values())
+        return sum(request.reserved for request in self.by_id.values())
 
     @property
     def running(self) -> list[EngineSequence]:
@@ -167,7 +167,7 @@ class VllmRequests(RequestTable[_Request]):
         """Process that the blocks of a sequence's first `num_tokens` have their names."""
         if self.fill_if_complete(sequence, num_tokens) or not self.has(sequence):
             return
-        request = self._requests[sequence.request_id]
+        request = self.by_id[sequence.request_id]
         if request.retention is not None and len(sequence.token_ids) > sequence.num_prompt:
             self._pin_prompt(request, sequence, is_last_chance=False)
             self._end_held_back(request, sequence)
@@ -177,7 +177,7 @@ class VllmRequests(RequestTable[_Request]):
         held_back, self._held_back = self._held_back, []
         for sequence in held_back:
             if self.has(sequence):
-                request = self._requests[sequence.request_id]
+                request = self.by_id[sequence.request_id]
                 self._pin_prompt(request, sequence, is_last_chance=True)
                 self._end_held_back(request, sequence)
 
@@ -200,7 +200,7 @@ class VllmRequests(RequestTable[_Request]):
 
     def scheduled(self, submitted: Submitted, num_hits: int) -> None:
         """Record that vLLM starts to compute a request, of whose tokens `num_hits` full blocks were cached."""
-        request = self._requests[submitted.sequence.request_id]
+        request = self.by_id[submitted.sequence.request_id]
         account = request.account
         if "compute_started" in account.times:
             return
@@ -269,7 +269,7 @@ class VllmRequests(RequestTable[_Request]):
         self, submitted: Submitted, result: SampleResult, finish: FinishReason | None, drafted: int, followed: bool
     ) -> None:
         sequence = submitted.sequence
-        request = self._requests[sequence.request_id]
+        request = self.by_id[sequence.request_id]
         account: KvAccount | None = None
         if len(sequence.token_ids) == sequence.num_prompt:
             account = request.account
@@ -303,7 +303,7 @@ class VllmRequests(RequestTable[_Request]):
 
     def _pooled(self, submitted: Submitted, vector: Any) -> None:
         """Send the vector of a prompt, and end its request."""
-        request = self._requests[submitted.sequence.request_id]
+        request = self.by_id[submitted.sequence.request_id]
         request.account.times["first_token"] = self._cached.clock()
         self._count_preemptions(submitted, request.account)
         self._emit(Embedded(submitted.sequence.request_id, vector.float().numpy().tobytes(), request.account))

@@ -110,7 +110,7 @@ class StepGroup:
         """
         self._config, self._worker_id, self._wake = config, worker_id, wake
         self.rank, self.size = config.data_parallel_rank, config.data_parallel
-        self._peers: dict[int, _Peer] = {}
+        self.peers: dict[int, _Peer] = {}
         """Rank 0: all others; others: rank 0."""
         self._lockstep = Lockstep(1)
         self._grants = Grants()
@@ -148,7 +148,7 @@ class StepGroup:
         with self._listener() as listener, selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             told_at = time.monotonic()
-            while len(self._peers) < self.size - 1:
+            while len(self.peers) < self.size - 1:
                 for key, _ in selector.select(RETRY_S):
                     if key.fileobj is listener:
                         selector.register(_Peer(listener.accept()[0]), selectors.EVENT_READ)
@@ -156,14 +156,14 @@ class StepGroup:
                         assert isinstance(key.fileobj, _Peer)
                         self._hear_newcomer(key.fileobj, facts, selector)
                 if time.monotonic() - told_at > TELL_EVERY_S:
-                    missing = sorted({*range(1, self.size)} - {*self._peers})
+                    missing = sorted({*range(1, self.size)} - {*self.peers})
                     log.warning("waiting for ranks %s of the data-parallel group", missing)
                     told_at = time.monotonic()
             for key in list(selector.get_map().values()):
-                if isinstance(key.fileobj, _Peer) and key.fileobj.rank not in self._peers:
+                if isinstance(key.fileobj, _Peer) and key.fileobj.rank not in self.peers:
                     key.fileobj.close()
         port = _free_port(self._config.data_parallel_address)
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             peer.heard_at = time.monotonic()
             with contextlib.suppress(OSError):  # `_listen` notices
                 peer.send({"kind": "welcome", "port": port})
@@ -183,8 +183,8 @@ class StepGroup:
             return
         selector.unregister(peer)
         peer.close()
-        if self._peers.get(peer.rank) is peer:
-            del self._peers[peer.rank]
+        if self.peers.get(peer.rank) is peer:
+            del self.peers[peer.rank]
 
     def _admit(self, peer: _Peer, hello: Message, facts: dict[str, str]) -> None:
         """Take a rank into the group.
@@ -197,14 +197,14 @@ class StepGroup:
                 raise _Unfit(name, f"{other} here, and {fact} at rank 0 of the data-parallel group")
         if not 0 < rank < self.size:
             raise _Unfit("data_parallel_rank", f"{rank} is rank 0's, or not of a group of {self.size}")
-        if (earlier := self._peers.get(rank)) is not None:
+        if (earlier := self.peers.get(rank)) is not None:
             if earlier.worker_id != worker_id:
                 raise _Unfit("data_parallel_rank", f"worker {earlier.worker_id} is rank {rank} of the group already")
             with contextlib.suppress(OSError):
                 earlier.link.shutdown(socket.SHUT_RDWR)  # an engine before this one
             earlier.rank = -1
         peer.rank, peer.worker_id = rank, worker_id
-        self._peers[rank] = peer
+        self.peers[rank] = peer
 
     def _listener(self) -> socket.socket:
         """Return a socket that listens at the group's address, or at all of this host's where that is not its own.
@@ -239,7 +239,7 @@ class StepGroup:
                     if (port := self._welcomed(peer)) is not None:
                         return port
                 finally:
-                    if 0 not in self._peers:
+                    if 0 not in self.peers:
                         peer.close()
             if (now := time.monotonic()) - told_at > TELL_EVERY_S:
                 log.warning("rank 0 at %s:%d not met for %.0f s", *self._meeting, now - began_at)
@@ -259,7 +259,7 @@ class StepGroup:
                 if message["kind"] == "welcome":
                     port = int(message["port"])
                     peer.rank = 0
-                    self._peers[0] = peer
+                    self.peers[0] = peer
                 elif port is not None:
                     self._hear(peer, message)
         return port
@@ -282,7 +282,7 @@ class StepGroup:
         if self.rank == 0:
             self._grant(num_steps)
         else:
-            self._tell(self._peers[0], {"kind": "ask", "steps": num_steps})
+            self._tell(self.peers[0], {"kind": "ask", "steps": num_steps})
 
     def _grant(self, num_steps: int) -> None:
         with self._granting:
@@ -302,7 +302,7 @@ class StepGroup:
     def silent(self) -> bool:
         """Whether a rank's beat is missing, so the engine must not report load."""
         now = time.monotonic()
-        return any(peer.is_ready and now - peer.heard_at > SILENT_S for peer in self._peers.values())
+        return any(peer.is_ready and now - peer.heard_at > SILENT_S for peer in self.peers.values())
 
     def passes(self, message: ToEngine) -> bool:
         """Return whether the core must handle the message; otherwise it was for the group."""
@@ -330,7 +330,7 @@ class StepGroup:
     def _drain(self, rank: int, is_empty: bool) -> None:
         """Process that a rank drains, or that it is empty: rank 0 tells all, others tell rank 0."""
         if self.rank != 0:
-            self._tell(self._peers[0], {"kind": "drain", "rank": rank, "is_empty": is_empty})
+            self._tell(self.peers[0], {"kind": "drain", "rank": rank, "is_empty": is_empty})
             return
         if is_empty:
             self._empty.add(rank)
@@ -350,7 +350,7 @@ class StepGroup:
     # ------------------------------------------------------------------ other ranks
 
     def _tell_all(self, message: Message) -> None:
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             self._tell(peer, message)
 
     def _tell(self, peer: _Peer, message: Message) -> None:
@@ -362,7 +362,7 @@ class StepGroup:
     def _listen(self) -> None:
         """Listen to the other ranks, on a thread of its own."""
         with selectors.DefaultSelector() as selector:
-            for peer in self._peers.values():
+            for peer in self.peers.values():
                 selector.register(peer, selectors.EVENT_READ)
             beat_at = 0.0
             while not self._is_over:
@@ -397,7 +397,7 @@ class StepGroup:
 
     def _check_silence(self) -> None:
         now = time.monotonic()
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             limit_s = self._config.peer_silence_s if peer.is_ready else START_SILENCE_S
             if now - peer.heard_at > limit_s:
                 self._is_lost(peer, f"silent for {now - peer.heard_at:.0f} s")

@@ -103,11 +103,11 @@ class RateLimiter:
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
-        self._states: OrderedDict[str, _State] = OrderedDict()
+        self.states: OrderedDict[str, _State] = OrderedDict()
         """States, most recently used last."""
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self.states)
 
     def weight(self, tenant: str) -> float:
         return self._config.policy(tenant).weight
@@ -152,7 +152,7 @@ class RateLimiter:
             state.tokens.take(num_tokens, now)
 
     def leave(self, tenant: str, unused_tokens: int, now: float) -> None:
-        state = self._states[tenant]
+        state = self.states[tenant]
         state.num_claims -= 1
         if state.tokens is not None:
             state.tokens.give_back(unused_tokens, now)
@@ -162,37 +162,37 @@ class RateLimiter:
         limit = self._config.policy(tenant).max_running
         if limit is None:
             return True
-        state = self._states.get(tenant)
+        state = self.states.get(tenant)
         return (state.num_running if state is not None else 0) + num_sequences <= limit
 
     def started(self, tenant: str, num_sequences: int, now: float) -> None:
         self._state(tenant, now).num_running += num_sequences
 
     def ended(self, tenant: str, num_sequences: int) -> None:
-        self._states[tenant].num_running -= num_sequences
+        self.states[tenant].num_running -= num_sequences
 
     def _state(self, tenant: str, now: float) -> _State:
         """Return the tenant's state.
 
         Raises Refusal when too many tenants are remembered.
         """
-        if (state := self._states.get(tenant)) is None:
-            if len(self._states) >= MAX_TENANTS + len(self._config.tenants):
+        if (state := self.states.get(tenant)) is None:
+            if len(self.states) >= MAX_TENANTS + len(self._config.tenants):
                 self._forget_some(now)
-            state = self._states[tenant] = _State.of(self._config.policy(tenant))
-        self._states.move_to_end(tenant)
+            state = self.states[tenant] = _State.of(self._config.policy(tenant))
+        self.states.move_to_end(tenant)
         return state
 
     def _forget_some(self, now: float) -> None:
-        oldest = [tenant for tenant, _ in zip(self._states, range(_TRIED), strict=False)]
-        fresh = [tenant for tenant in oldest if self._states[tenant].fresh(now)]
+        oldest = [tenant for tenant, _ in zip(self.states, range(_TRIED), strict=False)]
+        fresh = [tenant for tenant in oldest if self.states[tenant].fresh(now)]
         for tenant in oldest:
-            self._states.move_to_end(tenant)  # the next call examines others
+            self.states.move_to_end(tenant)  # the next call examines others
         for tenant in fresh:
-            del self._states[tenant]
+            del self.states[tenant]
         if not fresh:
             error = Overloaded(
-                f"{len(self._states)} tenants are served already, the limit for tenants without an entry in `tenants`",
+                f"{len(self.states)} tenants are served already, the limit for tenants without an entry in `tenants`",
                 retry_after_s=DEFAULT_RETRY_AFTER_S,
             )
             raise Refusal(Reason.TOO_MANY_TENANTS, error)
@@ -216,7 +216,7 @@ class LocalLedger:
     """Ledger of one router, in memory."""
 
     clock: Callable[[], float] = time.time
-    _used: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    used: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     """Window number and tokens, by tenant and window_s."""
     _sweep_above: int = 1024
 
@@ -226,17 +226,17 @@ class LocalLedger:
         used = self._total(tenant, window, window_s) + tokens
         if used > limit:
             return (window + 1) * window_s - now
-        self._used[tenant, window_s] = window, used
+        self.used[tenant, window_s] = window, used
         self._sweep(now)
         return None
 
     async def refund(self, tenant: str, tokens: int, window_s: int) -> None:
         window = int(self.clock() // window_s)
         if used := self._total(tenant, window, window_s):
-            self._used[tenant, window_s] = window, max(0, used - tokens)
+            self.used[tenant, window_s] = window, max(0, used - tokens)
 
     def _total(self, tenant: str, window: int, window_s: int) -> int:
-        of_window, used = self._used.get((tenant, window_s), (window, 0))
+        of_window, used = self.used.get((tenant, window_s), (window, 0))
         return used if of_window == window else 0
 
     def _sweep(self, now: float) -> None:
@@ -244,9 +244,9 @@ class LocalLedger:
 
         Amortised: the bound doubles with the remaining number.
         """
-        if len(self._used) > self._sweep_above:
-            self._used = {key: used for key, used in self._used.items() if used[0] == now // key[1] and used[1]}
-            self._sweep_above = max(1024, 2 * len(self._used))
+        if len(self.used) > self._sweep_above:
+            self.used = {key: used for key, used in self.used.items() if used[0] == now // key[1] and used[1]}
+            self._sweep_above = max(1024, 2 * len(self.used))
 
 
 @dataclass(frozen=True, slots=True)

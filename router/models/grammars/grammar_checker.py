@@ -140,7 +140,8 @@ class GrammarChecker:
         self._model_dir = model_dir
         self._limit_s = limit_s
         self._turns = FairTurns(PROCESSES, 1)
-        self._idle: list[GrammarProcess] = []
+        self.idle: list[GrammarProcess] = []
+        """Processes without a question."""
         self._busy: set[GrammarProcess] = set()
         self._refusal: InvalidRequest | None = None
         """Refusal of every grammar, for a model that cannot have any."""
@@ -164,7 +165,7 @@ class GrammarChecker:
 
     async def close(self) -> None:
         """End the processes."""
-        processes, self._idle = [*self._idle, *self._busy], []
+        processes, self.idle = [*self.idle, *self._busy], []
         for process in processes:
             await process.end()
 
@@ -192,7 +193,7 @@ class GrammarChecker:
             if process is not None:
                 self._busy.discard(process)
                 if answered:
-                    self._idle.append(process)
+                    self.idle.append(process)
                 else:  # also when the client left: the answer would be taken for that to the next question
                     await process.end()
         self._results.add(tenant, structured, outcome)
@@ -219,8 +220,8 @@ class GrammarChecker:
 
         Raises InvalidRequest when this model cannot have structured output.
         """
-        while self._idle:
-            process = self._idle.pop()
+        while self.idle:
+            process = self.idle.pop()
             if process.process.poll() is None:
                 return process
             await process.end()  # it died of something else, while idle

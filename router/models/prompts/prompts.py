@@ -97,7 +97,7 @@ class PromptEncoder:
         self._max_context_tokens = model_dir.max_context_tokens
         self._pairs = model_dir.separates_pairs
         longest = max_chars_per_token(self._tokenizer) if self._tokenizer is not None else None
-        self._max_chars = None if longest is None else longest * self._max_context_tokens
+        self.max_chars = None if longest is None else longest * self._max_context_tokens
         """Characters beyond which no text fits in the context; None where that cannot be said."""
         self._turns, self._large_turns = FairTurns(4, 2), FairTurns(2, 1)
 
@@ -183,8 +183,8 @@ class PromptEncoder:
                 raise InvalidRequest(kind, reason)
             return list(request.token_ids)
         chars = num_chars(request)
-        if self._max_chars is not None and chars > self._max_chars:
-            limit = f"{self._max_chars}, the most that {self._max_context_tokens} tokens can hold"
+        if self.max_chars is not None and chars > self.max_chars:
+            limit = f"{self.max_chars}, the most that {self._max_context_tokens} tokens can hold"
             raise InvalidRequest(kind, f"the prompt has {chars} characters, at most {limit}")
         if chars <= INLINE_CHARS and len(request.messages) <= INLINE_MESSAGES:
             prompt = self._read(request, adds_special, placeholders)

@@ -56,7 +56,7 @@ class Fleet:
         self.traffic = TrafficCounters()
         """Traffic counters, updated by the request handler."""
         self._workers: dict[str, WorkerRecord] = {}
-        self._index = PrefixIndex()
+        self.index = PrefixIndex()
         self._learned = FinishedStreams(priors, learn_rates)
         self._snapshot = WorkerTable.of(())
         self._affinities = Affinities()
@@ -103,9 +103,9 @@ class Fleet:
             del self._workers[worker.worker_id]
             self.num_roster_changes += 1
             self._bounded.discard(worker.worker_id)
-            self._index.drop_worker(worker.worker_id)
+            self.index.drop_worker(worker.worker_id)
             if worker.store_id and worker.store_id not in self._stores():
-                self._index.drop_worker(worker.store_id)
+                self.index.drop_worker(worker.store_id)
             if worker.load is not None:
                 self._arrange()
 
@@ -164,7 +164,7 @@ class Fleet:
         if self._workers.get(worker.worker_id) is not worker:
             return
         if changed.snapshot:
-            self._index.drop_worker(worker.worker_id)
+            self.index.drop_worker(worker.worker_id)
             worker.next_cache_sequence = changed.sequence
             worker.num_cached = 0
         elif worker.next_cache_sequence != changed.sequence:
@@ -175,7 +175,7 @@ class Fleet:
         num_keys = 0
         for event in changed.events:
             holder = worker.store_id if event.shared else worker.worker_id
-            for joined, apply, sign in ((event.stored, self._index.add, 1), (event.removed, self._index.discard, -1)):
+            for joined, apply, sign in ((event.stored, self.index.add, 1), (event.removed, self.index.discard, -1)):
                 for start in range(0, len(joined), PART_KEYS * KEY_BYTES):
                     if num_keys >= PART_KEYS:
                         num_keys = 0
@@ -343,9 +343,9 @@ class Fleet:
 
     def _match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
         """Return the leading blocks of a chain after which a request can go on, by worker and store."""
-        held = self._index.match(keys)
+        held = self.index.match(keys)
         if self._bounded and not self._bounded.isdisjoint(held):
-            self._index.cut_to_boundaries(keys, held, self._bounded)
+            self.index.cut_to_boundaries(keys, held, self._bounded)
         return held
 
     def _row_of(self, worker_id: str, incarnation: bytes) -> int:

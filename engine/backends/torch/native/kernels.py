@@ -128,7 +128,8 @@ class Kernels:
             return _LINEAR
         return _ATTENTION
 
-    def _function(self, part: Part, name: str) -> Callable[..., Any]:
+    def function(self, part: Part, name: str) -> Callable[..., Any]:
+        """Return a native function by its name."""
         if part not in self._loaded:
             self._load([part])
         return self._loaded[part][name]
@@ -138,7 +139,7 @@ class Kernels:
 
         Without binding the system puts two threads on one core as soon as another process is busy on the other.
         """
-        self._function(LAYERS, "tandem_bind")((ctypes.c_int * len(cores))(*cores), len(cores))
+        self.function(LAYERS, "tandem_bind")((ctypes.c_int * len(cores))(*cores), len(cores))
 
     def pack(self, weights: Tensor) -> PackedMatrix:
         """Pack bfloat16 [n, k].
@@ -148,7 +149,7 @@ class Kernels:
         weights = weights.contiguous()
         n, k = weights.shape
         packed = self._empty_matrix(n, k)
-        self._function(LINEAR, "tandem_pack")(weights.data_ptr(), n, k, packed.pointer, n, 0, 0)
+        self.function(LINEAR, "tandem_pack")(weights.data_ptr(), n, k, packed.pointer, n, 0, 0)
         forget_file_pages(weights)
         return packed
 
@@ -158,7 +159,7 @@ class Kernels:
         half = PANEL // 2
         packed = self._empty_matrix(2 * n, k)
         for shift, weights in ((0, gate.contiguous()), (half, up.contiguous())):
-            self._function(LINEAR, "tandem_pack")(weights.data_ptr(), n, k, packed.pointer, half, PANEL, shift)
+            self.function(LINEAR, "tandem_pack")(weights.data_ptr(), n, k, packed.pointer, half, PANEL, shift)
             forget_file_pages(weights)
         return packed
 
@@ -179,7 +180,7 @@ class Kernels:
         self._linear(x, weights, bias, to, True)
 
     def _linear(self, x: Tensor, weights: PackedMatrix, bias: Tensor | None, out: Tensor, adds: bool) -> None:
-        self._function(LINEAR, "tandem_linear")(
+        self.function(LINEAR, "tandem_linear")(
             x.data_ptr(),
             weights.k,
             x.numel() // weights.k,
@@ -200,14 +201,14 @@ class Kernels:
         n = weights.n // 2
         out = torch.empty((*x.shape[:-1], n), dtype=torch.bfloat16)
         rows = x.numel() // weights.k
-        function = self._function(LINEAR, "tandem_gated")
+        function = self.function(LINEAR, "tandem_gated")
         function(x.data_ptr(), weights.k, rows, weights.pointer, n, weights.k, out.data_ptr(), n)
         return out
 
     def embed(self, token_ids: Tensor, weights: PackedMatrix) -> Tensor:
         """Return rows `token_ids` (int64, contiguous) of bfloat16 weights: [..., k]."""
         out = torch.empty((*token_ids.shape, weights.k), dtype=torch.bfloat16)
-        embed = self._function(LINEAR, "tandem_embed")
+        embed = self.function(LINEAR, "tandem_embed")
         embed(token_ids.data_ptr(), token_ids.numel(), weights.pointer, weights.k, out.data_ptr())
         return out
 
@@ -218,7 +219,7 @@ class Kernels:
         """
         out = torch.empty_like(x)
         n = x.shape[-1]
-        function = self._function(LAYERS, f"tandem_rms_norm_{TYPES[x.dtype]}")
+        function = self.function(LAYERS, f"tandem_rms_norm_{TYPES[x.dtype]}")
         function(x.data_ptr(), x.numel() // n, n, weight.data_ptr(), epsilon, out.data_ptr())
         return out
 
@@ -229,14 +230,14 @@ class Kernels:
         tokens, head_dim].
         """
         _, count, tokens, head_dim = heads.shape
-        function = self._function(LAYERS, f"tandem_rotate_{TYPES[heads.dtype]}")
+        function = self.function(LAYERS, f"tandem_rotate_{TYPES[heads.dtype]}")
         strides = heads.stride(1), heads.stride(2)
         function(heads.data_ptr(), count, *strides, cos.data_ptr(), sin.data_ptr(), tokens, head_dim)
 
     def argmax(self, rows: Tensor) -> Tensor:
         """Return the first largest element of each contiguous row, int64 [rows]."""
         out = torch.empty(rows.shape[0], dtype=torch.long)
-        function = self._function(LAYERS, f"tandem_argmax_{TYPES[rows.dtype]}")
+        function = self.function(LAYERS, f"tandem_argmax_{TYPES[rows.dtype]}")
         function(rows.data_ptr(), rows.shape[0], rows.shape[1], out.data_ptr())
         return out
 
@@ -245,7 +246,7 @@ class Kernels:
 
         `slots` is int64 [tokens]: block * block_tokens + offset.
         """
-        self._function(attention_part(key.dtype), "tandem_write_kv")(
+        self.function(attention_part(key.dtype), "tandem_write_kv")(
             ctypes.addressof(shape),
             pool.data_ptr(),
             slots.data_ptr(),
@@ -267,7 +268,7 @@ class Kernels:
         query rows of an item: tokens times query heads per KV head. Tokens in no item are left undefined.
         """
         out = torch.empty((1, query.shape[2], query.shape[1], query.shape[3]), dtype=query.dtype)
-        self._function(attention_part(query.dtype), "tandem_attention")(
+        self.function(attention_part(query.dtype), "tandem_attention")(
             ctypes.addressof(shape),
             query.data_ptr(),
             pool.data_ptr(),
@@ -280,7 +281,7 @@ class Kernels:
         return out
 
     def _empty_matrix(self, n: int, k: int) -> PackedMatrix:
-        return PackedMatrix(n, k, self._arena.take(self._function(LINEAR, "tandem_packed_bytes")(n, k)))
+        return PackedMatrix(n, k, self._arena.take(self.function(LINEAR, "tandem_packed_bytes")(n, k)))
 
 
 def attention_shape(layout: KvLayout, heads: int) -> AttentionShape:

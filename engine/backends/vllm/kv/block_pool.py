@@ -70,9 +70,10 @@ class VllmBlockPool:
         self._groups = groups
         self._boundaries = None if groups.is_chain else Boundaries(groups.tails())
         self._block_of: dict[BlockKey, int] = {}
-        self._place_of: dict[int, GroupPlace] = {}
+        self.place_of: dict[int, GroupPlace] = {}
         """Place of each named block."""
-        self._quarantined: set[int] = set()
+        self.quarantined: set[int] = set()
+        """Blocks that an unfinished read may still write into."""
         self._reserved = 0
         self._events: list[CacheEvent] = []
         assert pool.enable_caching
@@ -96,11 +97,11 @@ class VllmBlockPool:
     @property
     def num_filled(self) -> int:
         """Number of blocks in use or named, whichever are more: counting both exactly would walk the whole pool."""
-        return max(self.num_blocks - int(self._pool.get_num_free_blocks()), len(self._place_of))
+        return max(self.num_blocks - int(self._pool.get_num_free_blocks()), len(self.place_of))
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - int(self._pool.get_num_free_blocks()) - len(self._quarantined)
+        return self.num_blocks - int(self._pool.get_num_free_blocks()) - len(self.quarantined)
 
     @property
     def num_reserved(self) -> int:
@@ -108,7 +109,7 @@ class VllmBlockPool:
 
     @property
     def num_quarantined(self) -> int:
-        return len(self._quarantined)
+        return len(self.quarantined)
 
     def num_refs(self, block: int) -> int:
         return int(self._pool.blocks[block].ref_cnt)
@@ -122,7 +123,7 @@ class VllmBlockPool:
         return None if (block := self._block_of.get(key)) is None else self._named(block)
 
     def _named(self, block: int) -> NamedBlock:
-        place = self._place_of[block]
+        place = self.place_of[block]
         return NamedBlock(block, place.parent, place.key)
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
@@ -139,7 +140,7 @@ class VllmBlockPool:
 
     def has_name(self, parent: BlockKey, key: BlockKey, block: int) -> bool:
         """Return whether `block` is known to hold the KV of `key`."""
-        place = self._place_of.get(block)
+        place = self.place_of.get(block)
         return place is not None and (place.parent, place.key) == (parent, key)
 
     def is_cached(self, place: GroupPlace) -> bool:
@@ -158,7 +159,7 @@ class VllmBlockPool:
         if present is not None and self._is_named(present):
             return True  # a duplicate, which stays private to its holder
         self._block_of[place.key] = place.block
-        self._place_of[place.block] = place
+        self.place_of[place.block] = place
         if place.of.group == self._groups.chain_group:
             self._events.append(Stored(place.parent, (place.key,)))
         if self._boundaries is not None:
@@ -178,13 +179,13 @@ class VllmBlockPool:
         return self._groups.resumable(keys, self.is_filled)
 
     def snapshot(self) -> list[CacheEvent]:
-        places = self._place_of.values()
+        places = self.place_of.values()
         chain = [Stored(each.parent, (each.key,)) for each in places if each.of.group == self._groups.chain_group]
         return chain + (announced(self._boundaries.keys) if self._boundaries is not None else [])
 
     def oldest(self, count: int) -> list[NamedBlock]:
         """Return the named blocks among the next `count` that vLLM will reuse, in that order."""
-        return [self._named(block) for block in islice(self._reused_next(), count) if block in self._place_of]
+        return [self._named(block) for block in islice(self._reused_next(), count) if block in self.place_of]
 
     def reused(self, block: int) -> None:
         """Process that vLLM gave the block to another owner, which has not written into it yet."""
@@ -193,7 +194,7 @@ class VllmBlockPool:
 
     def _forget(self, block: int) -> GroupPlace | None:
         """Forget and return the block's place, if it has a name."""
-        if (place := self._place_of.pop(block, None)) is not None:
+        if (place := self.place_of.pop(block, None)) is not None:
             del self._block_of[place.key]
             if place.of.group == self._groups.chain_group:
                 self._events.append(Removed((place.key,)))
@@ -211,14 +212,14 @@ class VllmBlockPool:
 
     def _is_named(self, block: int) -> bool:
         """Return whether vLLM still has the block under its name; forget the name otherwise."""
-        if self.is_cached(self._place_of[block]):
+        if self.is_cached(self.place_of[block]):
             return True
         self._forget(block)
         return False
 
     @property
     def num_named_held(self) -> int:
-        return sum(self._pool.blocks[block].ref_cnt > 0 for block in self._place_of)
+        return sum(self._pool.blocks[block].ref_cnt > 0 for block in self.place_of)
 
     def idle_keys(self, limit: int) -> list[BlockKey]:
         idle = (key for key, block in self._block_of.items() if self._pool.blocks[block].ref_cnt == 0)
@@ -275,12 +276,12 @@ class VllmBlockPool:
     def quarantine(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             assert self._pool.blocks[block].ref_cnt == 1
-            assert block not in self._place_of
-            self._quarantined.add(block)
+            assert block not in self.place_of
+            self.quarantined.add(block)
 
     def unquarantine(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            self._quarantined.remove(block)
+            self.quarantined.remove(block)
             self.release([block])
 
     def take_events(self) -> list[CacheEvent]:
@@ -298,10 +299,10 @@ class VllmBlockPool:
         assert unused == set(free), "blocks without a holder and free blocks disagree"
         assert all(block.ref_cnt >= 0 for block in blocks)
         assert {block: key for key, block in self._block_of.items()} == {
-            block: place.key for block, place in self._place_of.items()
+            block: place.key for block, place in self.place_of.items()
         }, "names and blocks disagree"
-        assert not set(self._place_of) & self._quarantined, "a quarantined block has a name"
+        assert not set(self.place_of) & self.quarantined, "a quarantined block has a name"
         if holders is not None:
-            claimed = Counter(block for held in [*holders, list(self._quarantined)] for block in held)
+            claimed = Counter(block for held in [*holders, list(self.quarantined)] for block in held)
             counts = {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt}
             assert dict(claimed) == counts, f"claimed {dict(claimed)}, counted {counts}"
