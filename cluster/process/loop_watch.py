@@ -35,17 +35,17 @@ class LoopWatch:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_lag: Callable[[float], object] | None = None
         """Function called with the lag of each tick, in seconds."""
-        self._clock = clock
+        self.clock = clock
         self._ticked_at = clock()
         self._stood_still_s = 0.0
 
     def time(self) -> float:
         """Return seconds of a clock that stands still while the loop does."""
-        return self._clock() - self._stood_still_s - self._late_s()
+        return self.clock() - self._stood_still_s - self._late_s()
 
     def tick(self) -> float:
         """Record that the loop runs; return its lag in seconds."""
-        now = self._clock()
+        now = self.clock()
         lag_s = max(0.0, now - self._ticked_at - TICK_S)
         self._stood_still_s += self._late_s()
         self._ticked_at = now
@@ -55,7 +55,7 @@ class LoopWatch:
 
     def late_s(self) -> float:
         """Return the seconds by which the next tick is late; from any thread."""
-        return self._clock() - self._ticked_at - TICK_S
+        return self.clock() - self._ticked_at - TICK_S
 
     def _late_s(self) -> float:
         """Return the seconds since the last tick that count as standing still."""

@@ -43,7 +43,7 @@ BYTES = "B"
 def main() -> None:
     order = json.loads(sys.argv[1])
     sys.stdout = sys.stderr  # what a library prints is no answer
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    threading.Thread(target=end_with_input, daemon=True).start()
     _limit_waits()
     progress = _Progress()
     threading.Thread(target=progress.report, daemon=True).start()
@@ -145,7 +145,7 @@ def _limit(request: Any) -> None:
             limits[part] = seconds
 
 
-def _end_with_input() -> None:
+def end_with_input() -> None:
     """End with the process that waits for this one, without leaving half a file in the cache."""
     while os.read(0, 1):  # not by sys.stdin, which a thread must not hold when the interpreter ends
         pass

@@ -267,7 +267,7 @@ class HttpFrontend(Frontend):
         try:
             async with self._session.get("/v1/models") as answer:
                 if answer.status != 200:
-                    raise _error(answer.status, await answer.read(), answer.headers)
+                    raise error_of(answer.status, await answer.read(), answer.headers)
                 served = (await answer.json())["data"]
             served = [(model["id"], int(model.get("max_model_len") or 0)) for model in served]
         except self._http.ClientConnectorError as error:
@@ -304,11 +304,11 @@ class HttpFrontend(Frontend):
         try:
             async with self._session.post("/v1/completions", json=body) as answer:
                 if answer.status != 200:
-                    raise _error(answer.status, await answer.read(), answer.headers)
+                    raise error_of(answer.status, await answer.read(), answer.headers)
                 seen = 0
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
-                        seen = _read_event(json.loads(line[6:]), finish, seen, on_tokens)
+                        seen = read_event(json.loads(line[6:]), finish, seen, on_tokens)
         except self._http.ClientError as error:
             raise Unavailable(f"{self._url}: {error!r}") from None
         except TimeoutError:
@@ -333,14 +333,14 @@ def _base_of(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _read_event(event: dict[str, Any], finish: pb.Finish, seen: int, on_tokens: OnTokens) -> int:
+def read_event(event: dict[str, Any], finish: pb.Finish, seen: int, on_tokens: OnTokens) -> int:
     """Return the number of tokens after an event; `seen` is the number before.
 
     A server that counts them in every event is believed; otherwise an event with text is one token.
     """
     if (error := event.get("error")) is not None:
         status = error.get("code")
-        raise _error(status if isinstance(status, int) else 500, json.dumps(event).encode(), {})
+        raise error_of(status if isinstance(status, int) else 500, json.dumps(event).encode(), {})
     usage = event.get("usage")
     if usage:
         details = usage.get("prompt_tokens_details") or {}
@@ -360,7 +360,7 @@ def _read_event(event: dict[str, Any], finish: pb.Finish, seen: int, on_tokens: 
     return seen
 
 
-def _error(status: int, body: bytes, headers: Mapping[str, str]) -> ServiceError:
+def error_of(status: int, body: bytes, headers: Mapping[str, str]) -> ServiceError:
     """Return the typed error of a server's answer."""
     message, field = body[:500].decode(errors="replace"), ""
     try:

@@ -158,7 +158,7 @@ async def _obey(supervisor: Supervisor, cluster_name: str, say: ProgressSteps, s
         await control.answer.remote(order.number, refused, lines)
 
 
-def _start_ray(say: ProgressSteps, **options: Any) -> None:
+def start_ray(say: ProgressSteps, **options: Any) -> None:
     """Start a Ray cluster; on a busy machine again, since Ray gives its node 30 s.
 
     Raises StartError.
@@ -184,7 +184,7 @@ async def _ray(say: ProgressSteps, verbose: bool) -> AsyncIterator[None]:
     except ConnectionError:
         say("no Ray cluster is running: starting one on this machine")
         options = {"object_store_memory": OBJECT_STORE_BYTES, "_system_config": OF_OUR_OWN}
-        _start_ray(say, include_dashboard=False, **options, **quiet)
+        start_ray(say, include_dashboard=False, **options, **quiet)
     try:
         yield
     finally:

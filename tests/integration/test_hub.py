@@ -229,8 +229,8 @@ def test_a_file_that_begins_while_the_download_ends_is_not_left(tmp_path: Path) 
     """Another thread begins one file after the other."""
     program = """
 import os, sys, threading
-from engine.model.hub_download import _end_with_input
-threading.Thread(target=_end_with_input, daemon=True).start()
+from engine.model.hub_download import end_with_input
+threading.Thread(target=end_with_input, daemon=True).start()
 print("begun", flush=True)
 last = None
 for number in range(10**9):

@@ -17,7 +17,7 @@ from tandem.cli.main import app
 from tandem.loadgen import command
 from tandem.loadgen.command import LeftOut, OfferedLoad
 from tandem.loadgen.drive import LoadDriver, SentRequest
-from tandem.loadgen.frontends import Frontend, HttpFrontend, OnTokens, _error, _read_event
+from tandem.loadgen.frontends import Frontend, HttpFrontend, OnTokens, error_of, read_event
 from workloads.request import BadSetup, BadTrace, EndState, TraceRequest
 from workloads.traces.reading import Trace, Window
 
@@ -163,12 +163,12 @@ async def test_cancelled_it_leaves_nothing_under_way() -> None:
 def test_events_of_a_server_that_counts_and_of_one_that_does_not() -> None:
     came: list[int] = []
     finish = pb.Finish()
-    seen = _read_event({"choices": [{"text": "ab"}], "usage": {"completion_tokens": 3}}, finish, 0, came.append)
-    seen = _read_event({"choices": [{"text": "c"}]}, finish, seen, came.append)
-    seen = _read_event({"choices": [{"text": ""}]}, finish, seen, came.append)
+    seen = read_event({"choices": [{"text": "ab"}], "usage": {"completion_tokens": 3}}, finish, 0, came.append)
+    seen = read_event({"choices": [{"text": "c"}]}, finish, seen, came.append)
+    seen = read_event({"choices": [{"text": ""}]}, finish, seen, came.append)
     assert (came, seen) == ([3, 1], 4)
     with pytest.raises(Unavailable):
-        _read_event({"error": {"message": "gone", "code": 503}}, finish, seen, came.append)
+        read_event({"error": {"message": "gone", "code": 503}}, finish, seen, came.append)
 
 
 @pytest.mark.parametrize("url", ["foo", "ftp://a", "http://", "http://a:99999", "", 99 * "x"])
@@ -214,8 +214,8 @@ def test_the_command_spreads_a_traces_times(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_an_http_status_means() -> None:
-    overloaded = _error(429, b'{"error": {"message": "full", "param": "tenant"}}', {"Retry-After": "3"})
+    overloaded = error_of(429, b'{"error": {"message": "full", "param": "tenant"}}', {"Retry-After": "3"})
     assert isinstance(overloaded, Overloaded)
     assert (overloaded.retry_after_s, overloaded.field) == (3.0, "tenant")
-    assert isinstance(_error(400, b"<html>", {}), InvalidRequest)
-    assert isinstance(_error(502, b"", {}), Unavailable)
+    assert isinstance(error_of(400, b"<html>", {}), InvalidRequest)
+    assert isinstance(error_of(502, b"", {}), Unavailable)

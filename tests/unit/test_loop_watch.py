@@ -56,7 +56,7 @@ def test_each_lag_is_told() -> None:
 
 async def test_an_excused_standstill_is_not_late_and_the_clock_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, clock = watch_loop(), Clock()
-    monkeypatch.setattr(watch, "_clock", clock)
+    monkeypatch.setattr(watch, "clock", clock)
     watch.tick()
     began_at = watch.time()
     clock.now += 3.0

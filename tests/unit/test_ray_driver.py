@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cluster.errors import StartError
 from tandem.progress import ProgressSteps
-from tandem.ray.driver import RAY_ATTEMPTS, _start_ray
+from tandem.ray.driver import RAY_ATTEMPTS, start_ray
 from tandem.ray.role_actor import LAST_LINES, last_lines
 
 LATE = "The current node timed out during startup. This could happen because ..."
@@ -40,10 +40,10 @@ def test_a_node_that_is_late_is_started_again(
     say = ProgressSteps(Console(file=io.StringIO()), "")
     if refused:
         with pytest.raises(StartError, match=refused) as caught:
-            _start_ray(say, namespace="n")
+            start_ray(say, namespace="n")
         assert caught.value.field == "ray"
     else:
-        _start_ray(say, namespace="n")
+        start_ray(say, namespace="n")
     assert starts == [{"address": "local", "namespace": "n"}] * num_starts
 
 
