@@ -102,7 +102,7 @@ async def redis(tmp_path: Path) -> AsyncIterator[RedisServer]:
 
 
 async def test_routers_keep_one_ledger_in_redis(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.usage.today", lambda: "2026-11-26")
+    monkeypatch.setattr("router.redis_usage.today", lambda: "2026-11-26")
     ledgers = [RedisUsage(redis.url, "test", 35) for _ in range(2)]
     entries = [replace(ENTRY, request_id=f"r{number}", tenant=TENANTS[number % 2]) for number in range(40)]
     entries += [replace(ENTRY, request_id="later", at=ENTRY.at + 86_400, tenant='a "b": \n')]

@@ -7,7 +7,7 @@ from typing import Protocol
 from unittest.mock import patch
 
 import pytest
-from router.observability.recent_requests import candidate_of
+from router.observability.explained import candidate_of
 
 from cluster.errors import StartError
 from router.placement import costs, terms
