@@ -7,9 +7,9 @@ from typing import Protocol
 from unittest.mock import patch
 
 import pytest
-from router.observability.recent_requests import candidate_of
 
 from cluster.errors import StartError
+from router.observability.explained import candidate_of
 from router.placement import costs, terms
 from router.placement.demand import Demand
 from router.placement.place import explain, place
