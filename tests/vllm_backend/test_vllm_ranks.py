@@ -47,11 +47,15 @@ async def test_two_ranks_answer_as_one_does_and_lend_both_ways(tmp_path: Path) -
             answers[name] = [ids(stream) for stream in streams]
         assert answers["one"] == answers["two"]
         for number, (lender, borrower) in enumerate([(two, one), (one, two)]):
-            prompt = prompt_of(10 * BLOCK + 5 + number)
-            request = greedy(f"loan {number}", prompt, 16, ignore_eos=True)
-            moved = await borrower.answer(request, lender)
-            account = moved[0].account
-            assert account is not None
+            failure = "the lender was silent"
+            for attempt in range(20):  # until this machine is not too busy for a whole loan
+                prompt = prompt_of(10 * BLOCK + 5 + 2 * attempt + number)
+                request = greedy(f"loan {number} {attempt}", prompt, 16, ignore_eos=True)
+                moved = await borrower.answer(request, lender)
+                account = moved[0].account
+                assert account is not None
+                if not account.loan_failure.startswith(failure):
+                    break
             assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (10, 0, "")
             expected = await lender.answer(request._replace(request_id=f"alone {number}"))
             assert ids(moved) == ids(expected)
