@@ -112,7 +112,7 @@ class RouterConfig(
     """File to which each request is appended when it ends, as a line of JSON with its placements, outcome and receipt;
     and all feedback of clients. To rotate it, move it away: it is opened for each line."""
     record_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the requests written to `records_file`; those that fail are all written."""
+    """Share of the requests written to `records_file`; those that fail are all written, if they have an id."""
     record_placements: bool = False
     """Whether `records_file` gets all inputs of each placement, which `tandem explain --log FILE --request ID` shows. A
     line has 10 kB with ten workers and half a megabyte with a hundred; those that cannot be written fast enough are

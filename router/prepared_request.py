@@ -10,7 +10,6 @@ from router.models.media import ReadyMedia
 from router.models.model_runtime import ModelRuntime
 from router.models.model_selection import Verdict
 from router.models.output.output_plan import OutputPlan
-from router.placement.place import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,6 @@ class PreparedRequest:
     """Place of the prompt's blocks, which are wanted instead of an output; None: an output is wanted."""
     finish: pb.Finish | None = None
     """Last finish message of a successful request, with receipt and usage."""
-    decision: Decision | None = None
-    """Decision of the last attempt."""
     num_output_tokens: int = 0
     """Output tokens of all choices, set at the end."""
 

@@ -50,7 +50,7 @@ class RecordFile:
         self._path = config.records_file
         self._share = config.record_share
         self._chance = random.Random()
-        self.keeps_placements = self._path is not None and config.record_placements
+        self._keeps_placements = self._path is not None and config.record_placements
         self._keeps_texts = self._path is not None and config.record_texts
         self._thread = ThreadPoolExecutor(1, "records_file")
         self._lock = threading.Lock()
@@ -65,14 +65,14 @@ class RecordFile:
         """Return whether `record_share` takes a request that has just arrived."""
         return self._path is not None and self._chance.random() < self._share
 
-    def keeps_texts(self, drawn: bool) -> bool:
+    def keeps_texts(self, is_drawn: bool) -> bool:
         """Return whether texts of a request are written, and thumbnails of its pictures made."""
-        return drawn and self._keeps_texts
+        return is_drawn and self._keeps_texts
 
     def placed(self, record: RequestRecord, placement: Placement) -> None:
         """Write a placement's inputs."""
         placement_snapshot = placement.placement_snapshot
-        if placement_snapshot is None or not self.keeps_placements:
+        if placement_snapshot is None or not self._keeps_placements:
             return
         head = _head(record) | {"attempt": placement.attempt, "placed_after_ms": placement.placed_after_s * 1e3}
         decision = placement.decision

@@ -150,8 +150,8 @@ class Observation(Unobserved):
         self._observer = observer
         self._principal = principal
         self._metrics = observer.metrics.watch()
-        self._drawn = observer.file.draw()
-        self.keeps_texts = not is_warm and observer.file.keeps_texts(self._drawn)
+        self._is_drawn = observer.file.draw()
+        self.keeps_texts = not is_warm and observer.file.keeps_texts(self._is_drawn)
         self._kept: list[bytes] = []
         self._prepared: PreparedRequest | None = None
         self._record = RequestRecord(
@@ -171,7 +171,7 @@ class Observation(Unobserved):
     def placed(self, attempt: int, placed_after_s: float, decision: Decision, placed: ActivePlacement) -> None:
         placement = Placement(attempt, placed_after_s, decision, placed.placement_snapshot)
         placed.placement_snapshot = None
-        if self._drawn:
+        if self._is_drawn:
             self._observer.file.placed(self._record, placement)
         self._observer.records.placed(self._record, placement)
 
@@ -232,7 +232,7 @@ class Observation(Unobserved):
             self._metrics.finished(prepared.finish)
             observer.records.ended(record)
         observer.tracing.ended(record, error_type)
-        if self._drawn or record.refusal is not None:
+        if self._is_drawn or record.refusal is not None:
             texts = None
             if self.keeps_texts and record.finish is not None and prepared is not None:
                 texts = partial(texts_of, prepared, self._kept)

@@ -167,7 +167,6 @@ class RequestHandler:
         demand, keys = await self._preprocessor.needs(prepared, emitted)
         prepared.info.streaming = not emitted.empty
         placed, decision = await prepared.model.dispatcher.place(prepared.info, demand, keys)
-        prepared.decision = decision
         return placed, decision, self._clock()
 
 

@@ -187,10 +187,10 @@ class Pick:
         """Learn from an answer that came to its end."""
         if self._observed is None or not self._is_well or not self._first_at:
             return
-        prepared, fleet = self._observed.prepared, self._model.fleet
-        assert prepared.decision is not None, "it was placed"
+        prepared, decision, fleet = self._observed.prepared, self._observed.decision, self._model.fleet
+        assert decision is not None, "it was placed"
         first_s, rest_s = self._first_at - self._placed_at, time.monotonic() - self._first_at
-        finish = finish_of(prepared.request_id, self.placed, prepared.decision, self._answer, first_s, rest_s)
+        finish = finish_of(prepared.request_id, self.placed, decision, self._answer, first_s, rest_s)
         prepared.finish, prepared.num_output_tokens = finish, finish.usage.completion_tokens
         self._observed.observation.attempt_finished(finish)
         fleet.traffic.finished(finish)
@@ -203,6 +203,8 @@ class _Observed:
 
     prepared: PreparedRequest
     observation: Observation
+    decision: Decision | None = None
+    """Decision by which it was placed."""
     _is_heard: bool = False
 
     def heard(self, first_at: float, placed_at: float) -> None:
@@ -354,7 +356,7 @@ class Picker:
             model.dispatcher.ended(placed)
         held.callback(model.dispatcher.ended, placed)
         if observed is not None:
-            observed.prepared.decision = decision
+            observed.decision = decision
             observed.observation.placed(1, time.monotonic() - observed.prepared.arrived_at, decision, placed)
         num_blocks = demand.num_blocks_to_reserve(placed.decode.hello.reserve_output_tokens)
         followed = link.follow(placed.sequence, placed.own_tokens, num_blocks, _known_keys(placed))
