@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
@@ -48,10 +47,9 @@ class SecuritySettings(TlsSettings):
     trust."""
     tls_public_key: Path | None = None
     """Private key of `tls_public_cert`."""
-    client_certificates: Literal["none", "required"] = "none"
-    """Client certificates. required: clients must have one signed by tls_client_ca."""
     tls_client_ca: Path | None = None
-    """Authority of client certificates. It must differ from tls_ca, whose certificates admit members of the cluster."""
+    """Authority of client certificates: with it clients must have one. It must differ from tls_ca, whose certificates
+    admit members of the cluster."""
 
     api_keys: tuple[ApiKey, ...] = Field(default=(), repr=False)
     """API keys. With these, or a file of them, every call needs a key."""
@@ -93,7 +91,7 @@ class SecuritySettings(TlsSettings):
             if self.tls_cert is not None and self.tls_key is not None:
                 return Credentials(File("tls_cert", self.tls_cert), File("tls_key", self.tls_key), authorities)
             if authorities:
-                raise StartError("client_certificates", "needs tls_cert or tls_public_cert")
+                raise StartError("tls_client_ca", "needs tls_cert or tls_public_cert")
             return None
         if self.tls_public_cert is None or self.tls_public_key is None:
             missing = "tls_public_cert" if self.tls_public_cert is None else "tls_public_key"
@@ -102,8 +100,6 @@ class SecuritySettings(TlsSettings):
         return Credentials(cert, key, authorities)
 
     def _client_authorities(self) -> list[File]:
-        if (self.client_certificates == "required") != (self.tls_client_ca is not None):
-            raise StartError("client_certificates", "must be 'required' if tls_client_ca is set, and only then")
         if self.tls_client_ca is None:
             return []
         if self.tls_ca is not None and self.tls_client_ca.resolve() == self.tls_ca.resolve():

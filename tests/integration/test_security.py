@@ -58,7 +58,7 @@ class Site:
         tls = {"tls_cert": self.issued.cert, "tls_key": self.issued.key, "tls_ca": self.cluster_ca.path}
         metrics = {"metrics_port": 0, "tls_metrics_ca": self.client_ca.path}
         router = tls | metrics | LENDER_ALWAYS | {"api_keys_file": self.keys, "isolate_tenants": True}
-        router |= {"client_certificates": "required", "tls_client_ca": self.client_ca.path, "internal_port": 0}
+        router |= {"tls_client_ca": self.client_ca.path, "internal_port": 0}
         self.cluster: LocalCluster = http_cluster(
             model, 1, router, engine="sim", kv_host_memory_mib=8, **tls, **metrics
         )

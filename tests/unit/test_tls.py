@@ -88,16 +88,14 @@ def test_clients_and_members_are_told_apart(cluster: Authority, tmp_path: Path) 
     assert member is not None
     assert public is not None
     assert public.for_http().verify_mode is ssl.CERT_NONE
-    public, _ = router_of(**tls, client_certificates="required", tls_client_ca=clients.path).frontends()
+    public, _ = router_of(**tls, tls_client_ca=clients.path).frontends()
     assert public is not None
     assert public.for_http().verify_mode is ssl.CERT_REQUIRED
     for wrong, field in (
         ({**tls, "internal_port": None}, "internal_port"),
         ({"api_keys_file": "k"}, "internal_port"),
-        ({**tls, "client_certificates": "required"}, "client_certificates"),
-        ({**tls, "tls_client_ca": clients.path}, "client_certificates"),
-        ({**tls, "client_certificates": "required", "tls_client_ca": cluster.path}, "tls_client_ca"),
-        ({"client_certificates": "required", "tls_client_ca": clients.path}, "client_certificates"),
+        ({**tls, "tls_client_ca": cluster.path}, "tls_client_ca"),
+        ({"tls_client_ca": clients.path}, "tls_client_ca"),
         ({**tls, "tls_public_cert": issued.cert}, "tls_public_key"),
     ):
         with pytest.raises(StartError) as refused:
