@@ -269,12 +269,12 @@ def _open_usage(config: RouterConfig) -> UsageLedger:
 
     Raises StartError.
     """
-    if config.usage_file is not None:
-        return FileLedger(config.usage_file, USAGE_DAYS)
-    if not config.usage_in_redis:
+    if config.usage_ledger is None:
         return MemoryLedger(USAGE_DAYS)
+    if config.usage_ledger != "redis":
+        return FileLedger(config.usage_ledger, USAGE_DAYS)
     if not config.redis_url:
-        raise StartError("usage_in_redis", "needs redis_url")
+        raise StartError("usage_ledger", "needs redis_url")
     from router.redis_usage import RedisUsage
 
     return RedisUsage(config.redis_url, config.cluster_name, USAGE_DAYS)
