@@ -122,9 +122,8 @@ class RouterConfig(
     only their lengths."""
 
     otlp_endpoint: str = ""
-    """OpenTelemetry collector for traces over gRPC: http://collector:4317. Unset: no traces."""
-    trace_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of requests that are traced."""
+    """OpenTelemetry collector for traces over gRPC: http://collector:4317. Unset: no traces. OTEL_TRACES_SAMPLER and
+    OTEL_TRACES_SAMPLER_ARG choose the requests that are traced, as OpenTelemetry has it."""
 
     @field_validator("epp_port")
     @classmethod

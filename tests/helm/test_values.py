@@ -243,13 +243,13 @@ def test_decimals_that_helm_makes_strings_are_settings() -> None:
         None,
         f"--set-json=models={model}",
         "--set=planner.enabled=true,planner.config.itl_s=0.012,planner.config.start_s=12.5",
-        "--set=planner.config.decode.min_workers=0,planner.keda.tolerance=0,router.config.trace_share=0.25",
+        "--set=planner.config.decode.min_workers=0,planner.keda.tolerance=0,router.config.record_share=0.25",
         "--set=worker.config.sim_step_ms=0.5,models[0].decode.canary.share=0.05",
     )
     planner = PlannerConfig.parse(config_of(manifests, "demo-a-planner", "planner"))
     assert (planner.itl_s, planner.start_s) == (0.012, 12.5)
     router = RouterConfig.parse(config_of(manifests, "demo-router", "router"))
-    assert (router.trace_share, router.no_worker_grace_s) == (0.25, 42.5)
+    assert (router.record_share, router.no_worker_grace_s) == (0.25, 42.5)
     canary = WorkerConfig.parse(config_of(manifests, "demo-a-decode-canary", "worker"))
     assert (canary.traffic_share, canary.sim_step_ms) == (0.05, 0.5)
 
