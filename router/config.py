@@ -97,9 +97,6 @@ class RouterConfig(
     """Largest number of placements of one request, the first one included."""
     worker_silence_s: PositiveFloat = 10.0
     """Seconds without a report of its engine after which a worker counts as lost and its requests are placed again."""
-    grammar_limit_s: PositiveFloat = 2.0
-    """Seconds of a core that compiling a structured output's grammar may take. The decode worker compiles it again,
-    once, beside its steps."""
 
     learn_rates: bool = True
     """Whether placement learns speeds from receipts. Otherwise it always uses the two below."""

@@ -243,7 +243,7 @@ def serve_models(
         on_end = next_of_tenant if several_wait else _nothing
         dispatchers.append(Dispatcher(fleet, config, tenant_limits.tenants, on_end=on_end))
         worker_waits = Shares(config.max_queued, config.max_queued_per_tenant)
-        models.append(ModelRuntime(each, fleet, dispatchers[-1], config.grammar_limit_s, worker_waits, trust))
+        models.append(ModelRuntime(each, fleet, dispatchers[-1], worker_waits, trust))
     return ModelRuntimes(models, config.default_model)
 
 
