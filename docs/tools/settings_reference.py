@@ -64,7 +64,7 @@ BASIC: dict[type[BaseModel], tuple[str, ...]] = {
     ),
     WorkerConfig: (*("model", "routers", "kv_memory_mib", "kv_host_memory_mib", "kv_disk_dir", "tensor_parallel"),),
     PlannerConfig: (
-        *("routers", "model", "executor", "prefill", "decode", "max_total", "ttft_s", "itl_s", "goal", "start_s"),
+        *("routers", "model", "prefill", "decode", "max_total", "ttft_s", "itl_s", "goal", "start_s"),
         "switch",
     ),
     PreprocessorConfig: (*("model", "models", "port", "processes", "allowed_hosts", "blob_memory_mib"),),

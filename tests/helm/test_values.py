@@ -92,10 +92,7 @@ def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
         ({"worker": {"config": {"tls_key": "x"}}}, "config.tls_key of a worker: is set by the chart"),
         ({"router": {"config": {"api_keys": []}}}, "router.config.api_keys: is set by the chart"),
         ({"planner": {"enabled": True, "config": {"routers": []}}}, "planner.config.routers: is set by the chart"),
-        (
-            {"planner": {"enabled": True, "config": {"executor": "none"}}},
-            "planner.config.executor: is set by the chart",
-        ),
+        ({"planner": {"enabled": True, "config": {"switch": True}}}, "planner.config.switch: is set by the chart"),
         ({"planner": {"keda": KEDA}}, "planner.keda.enabled: means nothing without planner.enabled"),
         ({"planner": {"enabled": True, "keda": {"enabled": True}}}, "planner.keda.serverAddress: names no Prometheus"),
         ({"planner": {"enabled": True, "keda": KEDA | {"serverAddress": "p:9090"}}}, "/planner/keda/serverAddress"),

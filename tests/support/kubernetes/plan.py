@@ -49,7 +49,6 @@ PLANNED: dict[str, Any] = {
     "planner": {
         "enabled": True,
         "config": {
-            "every_s": 1,
             "start_s": 10,
             "itl_s": 0.12,
             "step_s": 0.04,
