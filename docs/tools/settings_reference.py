@@ -35,7 +35,7 @@ from engine.settings import CommonSettings, VllmFlags
 from planner.config import PoolConfig
 from planner.executors import KubernetesConfig
 from planner.runtime import PlannerConfig
-from preprocessor.config import MediaModel, MediaSettings, PreprocessorConfig
+from preprocessor.config import MediaSettings, PreprocessorConfig
 from router.admission.config import TenantPolicy
 from router.config import RouterConfig
 from router.models.config import FleetConfig, ModelEntry, ModelRule, ServerEntry
@@ -91,7 +91,6 @@ PARTS: dict[type[BaseModel], str] = {
     ServerEntry: "An entry of `servers` of a fleet",
     TenantPolicy: "A tenant: the router's `tenants.NAME` and `default_tenant`",
     ApiKey: "An API key: an entry of `api_keys`, or of the file",
-    MediaModel: "An entry of the preprocessor's `models`",
     PoolConfig: "A pool of the planner: `prefill` and `decode`",
     KubernetesConfig: "The planner's `kubernetes`",
     RaySettings: "The key `ray` of a cluster file",
