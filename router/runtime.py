@@ -120,7 +120,7 @@ async def start_router(config: RouterConfig) -> Router:
         with needing("epp_port"):
             from router.frontend.envoy.service import open_picker
     public, member = config.frontends()
-    keys = ApiKeys(config.api_keys, config.api_keys_file)
+    keys = ApiKeys(config.api_keys_file)
     further_terms()  # raises for one that cannot be loaded
     if config.fleet is not None:
         from router.stock.fleet import (  # imported late, because an unused import costs start time

@@ -90,7 +90,7 @@ PARTS: dict[type[BaseModel], str] = {
     FleetConfig: "The router's `fleet`",
     ServerEntry: "An entry of `servers` of a fleet",
     TenantPolicy: "A tenant: the router's `tenants.NAME` and `default_tenant`",
-    ApiKey: "An API key: an entry of `api_keys`, or of the file",
+    ApiKey: "An API key: an entry of the `api_keys_file`",
     PoolConfig: "A pool of the planner: `prefill` and `decode`",
     KubernetesConfig: "The planner's `kubernetes`",
     RaySettings: "The key `ray` of a cluster file",

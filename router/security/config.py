@@ -51,10 +51,9 @@ class SecuritySettings(TlsSettings):
     """Authority of client certificates: with it clients must have one. It must differ from tls_ca, whose certificates
     admit members of the cluster."""
 
-    api_keys: tuple[ApiKey, ...] = Field(default=(), repr=False)
-    """API keys. With these, or a file of them, every call needs a key."""
     api_keys_file: Path | None = None
-    """File with a YAML list of API keys, read again when it changes."""
+    """File with a YAML list of API keys, read again when it changes. With it, even an empty one, every call needs a
+    key."""
     isolate_tenants: bool = False
     """Whether tenants' caches are separated: no tenant can learn from the time of a first token which prompts another
     tenant used. Prompts common to several tenants are computed for each."""
@@ -63,7 +62,7 @@ class SecuritySettings(TlsSettings):
     def guarded(self) -> bool:
         """Whether the router restricts who may use it or listen."""
         certificates = (self.tls_cert, self.tls_key, self.tls_ca, self.tls_public_cert, self.tls_public_key)
-        return any(certificates) or bool(self.api_keys) or self.api_keys_file is not None
+        return any(certificates) or self.api_keys_file is not None
 
     def frontends(self) -> tuple[Credentials | None, MemberIdentity | None]:
         """Return the credentials for clients and for members.
@@ -73,7 +72,7 @@ class SecuritySettings(TlsSettings):
         member, public = member_of(self), self._public()
         if self.guarded and self.internal_port is None:
             raise StartError("internal_port", "is required with TLS or API keys: a public port lets any process join")
-        if (self.api_keys or self.api_keys_file) and self.reachable:
+        if self.api_keys_file is not None and self.reachable:
             if public is None:
                 log.warning("API keys are sent unencrypted: set tls_cert and tls_key")
             if member is None:

@@ -90,7 +90,7 @@ def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
         ({"tls": {"metricsCaSecret": "x"}}, "tls.metricsCaSecret: means nothing without tls.memberSecret"),
         ({"tls": {"secret": "x"}}, "'secret' not allowed"),
         ({"worker": {"config": {"tls_key": "x"}}}, "config.tls_key of a worker: is set by the chart"),
-        ({"router": {"config": {"api_keys": []}}}, "router.config.api_keys: is set by the chart"),
+        ({"router": {"config": {"api_keys_file": "k"}}}, "router.config.api_keys_file: is set by the chart"),
         ({"planner": {"enabled": True, "config": {"routers": []}}}, "planner.config.routers: is set by the chart"),
         ({"planner": {"enabled": True, "config": {"switch": True}}}, "planner.config.switch: is set by the chart"),
         ({"planner": {"keda": KEDA}}, "planner.keda.enabled: means nothing without planner.enabled"),

@@ -135,12 +135,9 @@ def test_a_client_names_the_file_that_is_missing(cluster: Authority, tmp_path: P
 def test_secrets_are_not_on_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
-    config = RouterConfig.parse(
-        {"model": "m", "redis_url": "redis://:hunter2@h:1/0", "api_keys": [{"name": "a", "sha256": "0" * 64}]}
-    )
+    config = RouterConfig.parse({"model": "m", "redis_url": "redis://:hunter2@h:1/0"})
     arguments = to_overrides(config)
     assert "hunter2" not in repr(arguments)
-    assert "0" * 64 not in repr(arguments)
     assert "hunter2" not in repr(config)
     monkeypatch.setattr("sys.stdin", io.StringIO(secrets_of(config)))
     assert RouterConfig.from_command_line("router", arguments) == config
