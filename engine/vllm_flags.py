@@ -196,7 +196,7 @@ REFUSED: dict[str, str] = {
     f"{_OF_ROUTER}: set models: [{{path: ..., name: NAME}}] there": "served_model_name",
     f"{_OF_ROUTER}: set host and http_port there (gRPC: port)": "host port uds grpc grpc_port",
     f"{_OF_ROUTER}: set api_keys_file there": "api_key",
-    f"{_OF_ROUTER}: set tls_public_cert and tls_public_key there (clients: client_certificates, tls_client_ca)": (
+    f"{_OF_ROUTER}: set tls_public_cert and tls_public_key there (clients: tls_client_ca)": (
         "ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh"
     ),
     f"{_OF_ROUTER}: it finds tool calls by itself, or set models: [{{path: ..., tool_parser: NAME}}] there": (

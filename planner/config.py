@@ -42,9 +42,9 @@ class PolicyConfig(Config):
     start_s: NonNegativeFloat = 60.0
     """Seconds until a new worker serves; the load is predicted that far ahead."""
     switch: bool = False
-    """Whether a worker may change its role in place. Needs an executor that can switch, and equal hardware in both
-    pools."""
-    switch_s: NonNegativeFloat = 30.0
+    """Whether a worker may change its role in place: on equal hardware in both pools, and with a `start_s` above 30,
+    since a switch takes that long. Where nothing else sizes the pools, workers then switch, and their number stays."""
+    switch_s: ClassVar[float] = 30.0
     """Seconds that a role switch takes: streams go on for up to `drain_s` before they are handed over. No worker
     switches unless this is less than `start_s`."""
     clear_s: ClassVar[float] = 10.0
@@ -64,6 +64,11 @@ class PolicyConfig(Config):
     """Seconds of a decode step with a single stream."""
     stream_delay_s: PositiveFloat = 0.001
     """Seconds that each further stream adds to a decode step."""
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two decisions: 5 by default, fewer for pools that shrink sooner."""
+        return min(5.0, max(0.2, self.down_after_s / 36))
 
     @property
     def down_every_s(self) -> float:

@@ -133,15 +133,16 @@ MOST_BYTES = 1 << 20
 LONGEST_REASON = 300
 
 
+_POOL = r"^((deployments|statefulsets)/)?[^/]*$"
+
+
 class KubernetesConfig(ApiServerSettings):
     """Location of the pools."""
 
-    prefill: str = ""
-    """Name of the prefill Deployment; empty leaves that pool alone."""
-    decode: str = ""
-    """Name of the decode Deployment; empty leaves that pool alone."""
-    kind: str = Field(default="deployments", pattern=r"^(deployments|statefulsets)$")
-    """Kind of the pools."""
+    prefill: str = Field(default="", pattern=_POOL)
+    """Prefill pool: a Deployment's name, or statefulsets/NAME; empty leaves that pool alone."""
+    decode: str = Field(default="", pattern=_POOL)
+    """Decode pool, likewise."""
     namespace: str = ""
     """Namespace. Default: the planner's own."""
     read_only: bool = False
@@ -157,13 +158,16 @@ class KubernetesExecutor(Executor):
 
         Raises StartError.
         """
-        self._names: dict[Role, str] = {role: getattr(config, role) for role in ROLES if getattr(config, role)}
+        names = {role: getattr(config, role) for role in ROLES}
+        self._names: dict[Role, str] = {
+            role: name if "/" in name else f"deployments/{name}" for role, name in names.items() if name
+        }
         if not self._names:
             raise StartError("kubernetes.decode", "is missing: name the decode pool, the prefill pool or both")
         self._read_only = config.read_only
         self._server = ApiServer.of(config, "kubernetes")
         namespace = config.namespace or self._server.namespace("kubernetes.namespace")
-        self._path = f"/apis/apps/v1/namespaces/{namespace}/{config.kind}"
+        self._path = f"/apis/apps/v1/namespaces/{namespace}"
 
     async def sizes(self) -> Mapping[Role, int]:
         scales = await asyncio.gather(*(self._scale_of(name) for name in self._names.values()))

@@ -6,11 +6,9 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from typing import Literal
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from pydantic import PositiveFloat
 
 from cluster.discovery.discovery import Discovery, Roster
 from cluster.discovery.open_discovery import open_discovery
@@ -45,13 +43,9 @@ class PlannerConfig(HostSettings, HealthSettings, MetricsSettings, LogSettings, 
     """Addresses host:port where workers join routers, besides routers found in Redis."""
     model: str = ""
     """Model whose pools are sized; may be omitted where routers serve one."""
-    executor: Literal["none", "kubernetes", "switch"] = "none"
-    """Executor of the desired sizes. none: they are metrics only. switch: workers change roles in place, and their
-    number stays. On Ray the planner is part of `tandem up --autoscale`."""
-    kubernetes: KubernetesConfig = KubernetesConfig()
-    """Settings of the kubernetes executor."""
-    every_s: PositiveFloat = 5.0
-    """Seconds between two decisions."""
+    kubernetes: KubernetesConfig | None = None
+    """Pools on Kubernetes, which the planner scales. Unset, and without `switch`, desired sizes are metrics only. On
+    Ray the planner is part of `tandem up --autoscale`."""
 
     def check(self) -> None:
         """Check settings against each other.
@@ -61,12 +55,8 @@ class PlannerConfig(HostSettings, HealthSettings, MetricsSettings, LogSettings, 
         super().check()
         if not self.routers and not self.redis_url:
             raise StartError("routers", "is empty: list routers, or set redis_url to find them")
-        if self.executor == "switch" and not self.switch:
-            raise StartError("switch", "must be set for `executor: switch`, which does nothing else")
-        if self.executor == "kubernetes" and self.switch:
-            raise StartError(
-                "switch", "must be unset for `executor: kubernetes`: a pod cannot move from one Deployment to another"
-            )
+        if self.kubernetes is not None and self.switch:
+            raise StartError("switch", "must be unset with `kubernetes`: a pod cannot move between Deployments")
 
 
 class PlannerMetrics:
@@ -295,9 +285,9 @@ async def start_planner(config: PlannerConfig, executor: Executor | None = None)
 
 
 def _executor(config: PlannerConfig) -> Executor:
-    if config.executor == "kubernetes":
+    if config.kubernetes is not None:
         return KubernetesExecutor(config.kubernetes)
-    return Switcher(member_of(config)) if config.executor == "switch" else NoExecutor()
+    return Switcher(member_of(config)) if config.switch else NoExecutor()
 
 
 def _why(state: PolicyState) -> str:

@@ -38,27 +38,14 @@ class MediaSettings(VllmFlags, HostSettings, DrainSettings, HealthSettings, Metr
 _HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[?[0-9a-f:.]+\]?")
 
 
-class MediaModel(Config):
-    """One model whose media are made ready."""
-
-    path: ModelPath
-    """Model directory, or a repository of the Hugging Face Hub as org/name[@revision]: config, tokenizer and processor;
-    the preprocessor neither reads nor fetches weights."""
-    name: str = Field(default="", max_length=256)
-    """Name of the model, as routers have it. Default: the directory's or the repository's name, without the owner."""
-
-    @property
-    def served_name(self) -> str:
-        return self.name or model_name(self.path)
-
-
 class PreprocessorConfig(ReachedSettings, MediaSettings):
     """Settings of a preprocessor, which makes pictures, sounds and videos ready for models."""
 
-    models: tuple[MediaModel, ...] = ()
-    """Models, each with its own name."""
+    models: dict[str, ModelPath] = Field(default_factory=dict)
+    """Model directories, or repositories of the Hugging Face Hub as org/name[@revision], by the names that routers
+    have: config, tokenizer and processor; the preprocessor neither reads nor fetches weights."""
     model: ModelPath | None = Field(default=None, validate_default=True)
-    """Model directory or repository of the only model; the same as one entry of `models` with a path."""
+    """Model directory or repository of the only model, whose name it has."""
     port: int = Field(default=50061, ge=0, le=65535)
     """gRPC port, for routers and workers; 0 lets the system choose."""
 
@@ -95,14 +82,6 @@ class PreprocessorConfig(ReachedSettings, MediaSettings):
             raise ValueError("set either model, for one, or models, for several")
         return model
 
-    @field_validator("models")
-    @classmethod
-    def _have_own_names(cls, models: tuple[MediaModel, ...]) -> tuple[MediaModel, ...]:
-        names = [model.served_name for model in models]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"two models have the name {twice!r}")
-        return models
-
     @field_validator("allowed_hosts")
     @classmethod
     def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
@@ -112,8 +91,9 @@ class PreprocessorConfig(ReachedSettings, MediaSettings):
         return tuple(host.lower() for host in hosts)
 
     @property
-    def entries(self) -> tuple[MediaModel, ...]:
-        return self.models if self.model is None else (MediaModel(path=self.model),)
+    def paths(self) -> dict[str, Path]:
+        """Models by name."""
+        return self.models if self.model is None else {model_name(self.model): self.model}
 
     def id(self) -> str:
         return f"preprocessor-{socket.gethostname()}-{os.getpid()}"

@@ -110,10 +110,10 @@ async def start_preprocessor(config: PreprocessorConfig, fetcher: Fetcher | None
             fetcher = Fetcher(config.allowed_hosts, config.max_item_mib << 20, config.fetch_limit_s)
         parts.push_async_callback(fetcher.close)
         models: dict[str, Children] = {}
-        for entry in config.entries:
-            directory = await fetch_beside(entry.path, CONFIG_FILES)
-            models[entry.served_name] = Children(config, config.worker_config(directory))
-            parts.push_async_callback(models[entry.served_name].close)
+        for name, path in config.paths.items():
+            directory = await fetch_beside(path, CONFIG_FILES)
+            models[name] = Children(config, config.worker_config(directory))
+            parts.push_async_callback(models[name].close)
         await all_of(children.start() for children in models.values())
         blobs, requests = BlobStore(config.blob_memory_mib << 20), Drain()
         service = PreprocessService(config, models, fetcher, blobs, requests)

@@ -97,9 +97,6 @@ class RouterConfig(
     """Largest number of placements of one request, the first one included."""
     worker_silence_s: PositiveFloat = 10.0
     """Seconds without a report of its engine after which a worker counts as lost and its requests are placed again."""
-    grammar_limit_s: PositiveFloat = 2.0
-    """Seconds of a core that compiling a structured output's grammar may take. The decode worker compiles it again,
-    once, beside its steps."""
 
     learn_rates: bool = True
     """Whether placement learns speeds from receipts. Otherwise it always uses the two below."""
@@ -122,9 +119,8 @@ class RouterConfig(
     only their lengths."""
 
     otlp_endpoint: str = ""
-    """OpenTelemetry collector for traces over gRPC: http://collector:4317. Unset: no traces."""
-    trace_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of requests that are traced."""
+    """OpenTelemetry collector for traces over gRPC: http://collector:4317. Unset: no traces. OTEL_TRACES_SAMPLER and
+    OTEL_TRACES_SAMPLER_ARG choose the requests that are traced, as OpenTelemetry has it."""
 
     @field_validator("epp_port")
     @classmethod

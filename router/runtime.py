@@ -120,7 +120,7 @@ async def start_router(config: RouterConfig) -> Router:
         with needing("epp_port"):
             from router.frontend.envoy.service import open_picker
     public, member = config.frontends()
-    keys = ApiKeys(config.api_keys, config.api_keys_file)
+    keys = ApiKeys(config.api_keys_file)
     further_terms()  # raises for one that cannot be loaded
     if config.fleet is not None:
         from router.stock.fleet import (  # imported late, because an unused import costs start time
@@ -243,7 +243,7 @@ def serve_models(
         on_end = next_of_tenant if several_wait else _nothing
         dispatchers.append(Dispatcher(fleet, config, tenant_limits.tenants, on_end=on_end))
         worker_waits = Shares(config.max_queued, config.max_queued_per_tenant)
-        models.append(ModelRuntime(each, fleet, dispatchers[-1], config.grammar_limit_s, worker_waits, trust))
+        models.append(ModelRuntime(each, fleet, dispatchers[-1], worker_waits, trust))
     return ModelRuntimes(models, config.default_model)
 
 
@@ -269,12 +269,12 @@ def _open_usage(config: RouterConfig) -> UsageLedger:
 
     Raises StartError.
     """
-    if config.usage_file is not None:
-        return FileLedger(config.usage_file, USAGE_DAYS)
-    if not config.usage_in_redis:
+    if config.usage_ledger is None:
         return MemoryLedger(USAGE_DAYS)
+    if config.usage_ledger != "redis":
+        return FileLedger(config.usage_ledger, USAGE_DAYS)
     if not config.redis_url:
-        raise StartError("usage_in_redis", "needs redis_url")
+        raise StartError("usage_ledger", "needs redis_url")
     from router.redis_usage import RedisUsage
 
     return RedisUsage(config.redis_url, config.cluster_name, USAGE_DAYS)

@@ -12,8 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
-
-from pydantic import ValidationInfo, field_validator
+from typing import Literal
 
 from cluster.config import Config
 from cluster.errors import StartError
@@ -24,18 +23,10 @@ log = logging.getLogger(__name__)
 class UsageSettings(Config):
     """Settings of the usage ledger."""
 
-    usage_file: Path | None = None
+    usage_ledger: Literal["redis"] | Path | None = None
     """File of this router's usage ledger, to which a line per request is appended before its client has the receipt.
-    Unset: usage is known since the router's start only, unless `usage_in_redis`."""
-    usage_in_redis: bool = False
-    """Whether all routers of the cluster keep one usage ledger, as a stream in `redis_url`."""
-
-    @field_validator("usage_in_redis")
-    @classmethod
-    def _one_ledger(cls, in_redis: bool, info: ValidationInfo) -> bool:
-        if in_redis and info.data.get("usage_file") is not None:
-            raise ValueError("cannot be combined with usage_file: Redis holds the ledger of all routers")
-        return in_redis
+    redis: all routers of the cluster keep one, as a stream in `redis_url`. Unset: usage is known since the router's
+    start only."""
 
 
 USAGE_DAYS = 35
@@ -180,7 +171,7 @@ class FileLedger(MemoryLedger):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             self._read(path)
         except OSError as error:
-            raise StartError("usage_file", f"{path}: {error.strerror}") from None
+            raise StartError("usage_ledger", f"{path}: {error.strerror}") from None
 
     def _read(self, path: Path) -> None:
         end = 0
@@ -193,7 +184,7 @@ class FileLedger(MemoryLedger):
                 try:
                     self._totals.add(UsageEntry.of_line(line))
                 except (ValueError, TypeError) as error:
-                    raise StartError("usage_file", f"{path}, line {number}: {error}") from None
+                    raise StartError("usage_ledger", f"{path}, line {number}: {error}") from None
 
     async def add(self, entry: UsageEntry) -> None:
         await super().add(entry)

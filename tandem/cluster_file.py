@@ -29,9 +29,9 @@ from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from engine.engine_kind import kind_of
 from engine.errors import EngineStartError
-from engine.model.hub import absolute
+from engine.model.hub import absolute, model_name
 from engine.vllm_flags import OF_ENCODERS, OF_PREPROCESSORS, only
-from preprocessor.config import MediaModel, PreprocessorConfig
+from preprocessor.config import PreprocessorConfig
 from router.config import RouterConfig
 from router.models.config import ModelEntry, ModelsConfig
 from router.models.model_files import fetch_models, read_models
@@ -61,7 +61,7 @@ def plan_media(
         raise StartError(PREPROCESSOR, "no model is left for it: each names its own, or none, in `preprocessor`")
     workers = [_worker_of(entry, topology) for entry in served]
     _refuse(PREPROCESSOR, preprocessor, ("model", "models", *(("encoders",) if encoder is not None else ())))
-    models = tuple(MediaModel(path=entry.path, name=entry.name) for entry in served)
+    models = {entry.name or model_name(entry.path): entry.path for entry in served}
     values = _defaults(PREPROCESSOR, preprocessor, workers, OF_PREPROCESSORS) | preprocessor | {"models": models}
     encoders = () if encoder is None else _encoders(encoder, served, workers)
     return replace(topology, preprocessor=_role_settings(PREPROCESSOR, PreprocessorConfig, values), encoders=encoders)

@@ -252,7 +252,7 @@ async def main(attacks: Sequence[str]) -> None:
     failed: list[str] = []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-neighbours-")))
-        settings = {"models": [{"path": SHAPES, "name": "seeing"}], "vllm_python": MEDIA_PYTHON, "port": 0}
+        settings = {"models": {"seeing": SHAPES}, "vllm_python": MEDIA_PYTHON, "port": 0}
         made = await start_role("preprocessor", "preprocessor", PreprocessorConfig.parse(settings | {"processes": 1}))
         stack.push_async_callback(stop_process, made.process)
         site = Site(folder, cores, made.address)

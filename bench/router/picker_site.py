@@ -95,7 +95,7 @@ async def picker_site(folder: Path, **settings: Any) -> AsyncIterator[PickerSite
     metrics = RouterMetrics(new_registry())
     accounting = Accounting(MemoryLedger(USAGE_DAYS), metrics)
     observer = Observer(models, metrics, RecordFile(config), Tracing(config), accounting)
-    keys = ApiKeys(config.api_keys, config.api_keys_file)
+    keys = ApiKeys(config.api_keys_file)
     (model,) = models
     async with contextlib.AsyncExitStack() as parts:
         parts.push_async_callback(model.close)

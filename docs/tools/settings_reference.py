@@ -35,7 +35,7 @@ from engine.settings import CommonSettings, VllmFlags
 from planner.config import PoolConfig
 from planner.executors import KubernetesConfig
 from planner.runtime import PlannerConfig
-from preprocessor.config import MediaModel, MediaSettings, PreprocessorConfig
+from preprocessor.config import MediaSettings, PreprocessorConfig
 from router.admission.config import TenantPolicy
 from router.config import RouterConfig
 from router.models.config import FleetConfig, ModelEntry, ModelRule, ServerEntry
@@ -64,7 +64,7 @@ BASIC: dict[type[BaseModel], tuple[str, ...]] = {
     ),
     WorkerConfig: (*("model", "routers", "kv_memory_mib", "kv_host_memory_mib", "kv_disk_dir", "tensor_parallel"),),
     PlannerConfig: (
-        *("routers", "model", "executor", "prefill", "decode", "max_total", "ttft_s", "itl_s", "goal", "start_s"),
+        *("routers", "model", "prefill", "decode", "max_total", "ttft_s", "itl_s", "goal", "start_s"),
         "switch",
     ),
     PreprocessorConfig: (*("model", "models", "port", "processes", "allowed_hosts", "blob_memory_mib"),),
@@ -90,8 +90,7 @@ PARTS: dict[type[BaseModel], str] = {
     FleetConfig: "The router's `fleet`",
     ServerEntry: "An entry of `servers` of a fleet",
     TenantPolicy: "A tenant: the router's `tenants.NAME` and `default_tenant`",
-    ApiKey: "An API key: an entry of `api_keys`, or of the file",
-    MediaModel: "An entry of the preprocessor's `models`",
+    ApiKey: "An API key: an entry of the `api_keys_file`",
     PoolConfig: "A pool of the planner: `prefill` and `decode`",
     KubernetesConfig: "The planner's `kubernetes`",
     RaySettings: "The key `ray` of a cluster file",

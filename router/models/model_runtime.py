@@ -51,7 +51,6 @@ class ModelRuntime:
         files: ModelFiles,
         fleet: Fleet,
         dispatcher: Dispatcher,
-        grammar_limit_s: float,
         worker_waits: Shares,
         trust: MemberIdentity | None = None,
     ) -> None:
@@ -72,7 +71,6 @@ class ModelRuntime:
         self._worker_waits = worker_waits
         self._reported = asyncio.Event()
         """Event set when a worker reports, for requests that wait for the first one."""
-        self._grammar_limit_s = grammar_limit_s
         self._revisions: dict[bytes, _Revision] = {}
         """Files that the router has of the model, its own first, by their fingerprint."""
         self._bound: dict[tuple[str, bytes, bytes], ModelRuntime] = {}
@@ -89,7 +87,7 @@ class ModelRuntime:
         self._use(files.config_fingerprint)
 
     def _add(self, files: ModelFiles) -> None:
-        self._revisions[files.config_fingerprint] = _Revision(files, self._grammar_limit_s)
+        self._revisions[files.config_fingerprint] = _Revision(files)
 
     def _use(self, config_fingerprint: bytes) -> None:
         revision = self._revisions[config_fingerprint]
@@ -382,9 +380,9 @@ class ModelRuntime:
 class _Revision:
     """Files of a revision, and the processes that check grammars with its tokenizer."""
 
-    def __init__(self, files: ModelFiles, grammar_limit_s: float) -> None:
+    def __init__(self, files: ModelFiles) -> None:
         self.files = files
-        self.grammars = GrammarChecker(files.model_dir, grammar_limit_s)
+        self.grammars = GrammarChecker(files.model_dir)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ Off unless `otlp_endpoint` is set. Names and attributes follow OpenTelemetry's G
 """
 
 import asyncio
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,9 +74,7 @@ class Tracing:
 
         Raises StartError where OpenTelemetry is not installed.
         """
-        self._share = config.trace_share
         self._router_id = config.id()
-        self._chance = random.Random()
         self._tracers: dict[tuple[str, str], Any] = {}
         self._processor: Any = None
         if config.otlp_endpoint:
@@ -92,7 +89,7 @@ class Tracing:
 
         `error_type` is CANCELLED for one that was cancelled, which is no error of the service.
         """
-        if self._processor is None or not (self._share >= 1 or self._chance.random() < self._share):
+        if self._processor is None:
             return
         attributes = {"gen_ai.operation.name": "chat" if record.is_chat else "text_completion"} if record.model else {}
         if record.model:
@@ -121,6 +118,8 @@ class Tracing:
         attributes |= {"tandem.placement.reason": placement.reason, "tandem.placement.attempt": placement.attempt}
         began_ns = round(record.arrived_at * 1e9)
         root, context = self._root(began_ns, attributes)
+        if not root.is_recording():  # OTEL_TRACES_SAMPLER left it out
+            return
         for span in spans_of(finish.receipt, self._router_id, record.ttft_s):
             child = self._tracer(span.service, span.where).start_span(
                 span.name, context=context, start_time=began_ns + round(span.begin_s * 1e9)

@@ -72,11 +72,10 @@ ANYBODY = Principal(operator=True)
 
 
 class ApiKeys:
-    """Keys of the settings, and of a file that is read again when it changes."""
+    """Keys of a file, which is read again when it changes; without a file nobody needs one."""
 
     def __init__(
         self,
-        configured: Iterable[ApiKey] = (),
         file: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -85,17 +84,16 @@ class ApiKeys:
 
         Raises StartError. `wall_clock` is the clock of expiry.
         """
-        self._configured = tuple(configured)
         self._file = file
         self._clock, self._wall_clock = clock, wall_clock
         self._looked_at = clock()
         self._stamp = self._stamp_now()
-        self._keys = _by_hash([*self._configured, *self._read()])
+        self._keys = _by_hash([] if file is None else read_keys(file))
 
     @property
     def required(self) -> bool:
         """Whether a key is required, also by an empty file: naming a file asks for keys."""
-        return bool(self._configured) or self._file is not None
+        return self._file is not None
 
     def principal(self, authorization: str | None) -> Principal:
         """Return the principal of a header `Bearer KEY`.
@@ -144,7 +142,7 @@ class ApiKeys:
             return
         self._stamp = stamp
         try:
-            self._keys = _by_hash([*self._configured, *self._read()])
+            self._keys = _by_hash(read_keys(self._file))
         except StartError as error:
             log.error("the changed API keys cannot be used, the old ones stay in use: %s", error)
         else:
@@ -158,9 +156,6 @@ class ApiKeys:
         except OSError:
             return None  # the reader reports the reason
         return at.st_ino, at.st_mtime_ns, at.st_size
-
-    def _read(self) -> list[ApiKey]:
-        return [] if self._file is None else read_keys(self._file)
 
 
 def read_keys(file: Path) -> list[ApiKey]:
@@ -221,9 +216,9 @@ def _by_hash(keys: Iterable[ApiKey]) -> dict[str, ApiKey]:
     names: set[str] = set()
     for key in keys:
         if key.sha256 in by_hash:
-            raise StartError("api_keys", f"{by_hash[key.sha256].name!r} and {key.name!r} are the same key")
+            raise StartError("api_keys_file", f"{by_hash[key.sha256].name!r} and {key.name!r} are the same key")
         if key.name in names:
-            raise StartError("api_keys", f"two keys have the name {key.name!r}")
+            raise StartError("api_keys_file", f"two keys have the name {key.name!r}")
         by_hash[key.sha256] = key
         names.add(key.name)
     return by_hash

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
@@ -48,15 +47,13 @@ class SecuritySettings(TlsSettings):
     trust."""
     tls_public_key: Path | None = None
     """Private key of `tls_public_cert`."""
-    client_certificates: Literal["none", "required"] = "none"
-    """Client certificates. required: clients must have one signed by tls_client_ca."""
     tls_client_ca: Path | None = None
-    """Authority of client certificates. It must differ from tls_ca, whose certificates admit members of the cluster."""
+    """Authority of client certificates: with it clients must have one. It must differ from tls_ca, whose certificates
+    admit members of the cluster."""
 
-    api_keys: tuple[ApiKey, ...] = Field(default=(), repr=False)
-    """API keys. With these, or a file of them, every call needs a key."""
     api_keys_file: Path | None = None
-    """File with a YAML list of API keys, read again when it changes."""
+    """File with a YAML list of API keys, read again when it changes. With it, even an empty one, every call needs a
+    key."""
     isolate_tenants: bool = False
     """Whether tenants' caches are separated: no tenant can learn from the time of a first token which prompts another
     tenant used. Prompts common to several tenants are computed for each."""
@@ -65,7 +62,7 @@ class SecuritySettings(TlsSettings):
     def guarded(self) -> bool:
         """Whether the router restricts who may use it or listen."""
         certificates = (self.tls_cert, self.tls_key, self.tls_ca, self.tls_public_cert, self.tls_public_key)
-        return any(certificates) or bool(self.api_keys) or self.api_keys_file is not None
+        return any(certificates) or self.api_keys_file is not None
 
     def frontends(self) -> tuple[Credentials | None, MemberIdentity | None]:
         """Return the credentials for clients and for members.
@@ -75,7 +72,7 @@ class SecuritySettings(TlsSettings):
         member, public = member_of(self), self._public()
         if self.guarded and self.internal_port is None:
             raise StartError("internal_port", "is required with TLS or API keys: a public port lets any process join")
-        if (self.api_keys or self.api_keys_file) and self.reachable:
+        if self.api_keys_file is not None and self.reachable:
             if public is None:
                 log.warning("API keys are sent unencrypted: set tls_cert and tls_key")
             if member is None:
@@ -93,7 +90,7 @@ class SecuritySettings(TlsSettings):
             if self.tls_cert is not None and self.tls_key is not None:
                 return Credentials(File("tls_cert", self.tls_cert), File("tls_key", self.tls_key), authorities)
             if authorities:
-                raise StartError("client_certificates", "needs tls_cert or tls_public_cert")
+                raise StartError("tls_client_ca", "needs tls_cert or tls_public_cert")
             return None
         if self.tls_public_cert is None or self.tls_public_key is None:
             missing = "tls_public_cert" if self.tls_public_cert is None else "tls_public_key"
@@ -102,8 +99,6 @@ class SecuritySettings(TlsSettings):
         return Credentials(cert, key, authorities)
 
     def _client_authorities(self) -> list[File]:
-        if (self.client_certificates == "required") != (self.tls_client_ca is not None):
-            raise StartError("client_certificates", "must be 'required' if tls_client_ca is set, and only then")
         if self.tls_client_ca is None:
             return []
         if self.tls_ca is not None and self.tls_client_ca.resolve() == self.tls_ca.resolve():

@@ -35,8 +35,6 @@ class Autoscale:
     """Settings of a cluster's planner during a trace."""
 
     policy: PolicyConfig
-    every_s: float = 5.0
-    """Seconds between two decisions."""
 
 
 @dataclass(slots=True)
@@ -70,7 +68,7 @@ class Autoscaler:
         self._state, desired = decide(self._state, seen, policy)
         self._perform(desired)
         self._note(desired)
-        cluster.clock.after(self.settings.every_s, self._run_round)
+        cluster.clock.after(policy.every_s, self._run_round)
 
     def _on_their_way(self, role: Role) -> int:
         """Return the workers of a role that are starting or switching."""

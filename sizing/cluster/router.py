@@ -58,7 +58,7 @@ class SimRouter:
         dispatcher = Dispatcher(fleet, admission, limits.tenants, clock.time)
         self.admission = dispatcher.admission
         waits = Shares(admission.max_queued, admission.max_queued_per_tenant)
-        self._model = ModelRuntime(_files(config, context), fleet, dispatcher, config.grammar_limit_s, waits)
+        self._model = ModelRuntime(_files(config, context), fleet, dispatcher, waits)
         models = ModelRuntimes([self._model], MODEL)
         self._members = Members(models, clock.time)
         reader = _TraceReader(config, self._model, models, clock, self._outcomes)

@@ -17,7 +17,7 @@ def test_pods_are_found_by_their_names() -> None:
     manifests = render(values(config={"allowed_hosts": ["images.example.org"]}), release="x")
     check_all(manifests)
     config = PreprocessorConfig.parse(config_of(manifests, "x-a-b-preprocessor", "preprocessor"))
-    assert [entry.served_name for entry in config.entries] == ["a.b"]
+    assert list(config.paths) == ["a.b"]
     assert config.allowed_hosts == ("images.example.org",)
     assert config.drain_s == 60
     (entry,) = config_of(manifests, "x-router", "router")["models"]

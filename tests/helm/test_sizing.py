@@ -64,7 +64,9 @@ def test_a_planner_may_size_the_pools_of_its_model_and_nothing_else() -> None:
     check_schema(manifests, KUBERNETES[-1])
     config = PlannerConfig.parse(config_of(manifests, "x-a-1-planner", "planner"))
     config.check()
-    assert (config.model, config.executor, config.decode.max_workers) == ("a.1", "kubernetes", 16)
+    assert (config.model, config.decode.max_workers) == ("a.1", 16)
+    assert config.kubernetes is not None
+    assert (config.kubernetes.prefill, config.kubernetes.decode) == ("x-a-1-prefill", "x-a-1-decode")
     assert config.routers == ("x-router-0.x-routers:50052",)
     deployments = {m["metadata"]["name"]: m for m in manifests if m["kind"] == "Deployment"}
     pools = {"x-a-1-planner": ["x-a-1-decode", "x-a-1-prefill"], "x-b-planner": ["x-b-decode"]}
@@ -130,11 +132,14 @@ def check_query(query: str, role: Role, namespace: str, planner: str) -> None:
 def test_with_keda_a_planner_may_read_sizes_and_change_none() -> None:
     manifests = render(ROOT / "helm" / "examples" / "keda.yaml")
     config = PlannerConfig.parse(config_of(manifests, "demo-simulated-planner", "planner"))
-    assert (config.executor, config.kubernetes.read_only) == ("kubernetes", True)
+    assert config.kubernetes is not None
+    assert config.kubernetes.read_only
     (role,) = [m for m in manifests if m["kind"] == "Role"]
     assert role["rules"][0]["verbs"] == ["get"]
     alone = render({"planner": {"enabled": True}})
-    assert not PlannerConfig.parse(config_of(alone, "demo-storyteller-planner", "planner")).kubernetes.read_only
+    changing = PlannerConfig.parse(config_of(alone, "demo-storyteller-planner", "planner")).kubernetes
+    assert changing is not None
+    assert not changing.read_only
     assert not scaled_objects(alone)
 
 

@@ -52,7 +52,7 @@ async def test_with_redis_two_routers_and_a_planner(tmp_path: Path) -> None:
     pools = {"demo-simulated-prefill": 1, "demo-simulated-decode": 4}
     secrets = {"a-secret": {"password": b'not "to" be \\guessed'}}
     values = {"redis.enabled": True, "redis.passwordSecret": "a-secret", "router.replicas": 2, "planner.enabled": True}
-    values |= {"planner.config": {"every_s": 0.2, "down_after_s": 1}}
+    values |= {"planner.config": {"down_after_s": 1}}
     with ScaleApi(TOKEN, **pools) as api:
         sets = [part for name, value in values.items() for part in ("--set-json", f"{name}={json.dumps(value)}")]
         async with started(tmp_path, "sim", secrets, api.url, sets) as node:

@@ -90,12 +90,9 @@ def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
         ({"tls": {"metricsCaSecret": "x"}}, "tls.metricsCaSecret: means nothing without tls.memberSecret"),
         ({"tls": {"secret": "x"}}, "'secret' not allowed"),
         ({"worker": {"config": {"tls_key": "x"}}}, "config.tls_key of a worker: is set by the chart"),
-        ({"router": {"config": {"api_keys": []}}}, "router.config.api_keys: is set by the chart"),
+        ({"router": {"config": {"api_keys_file": "k"}}}, "router.config.api_keys_file: is set by the chart"),
         ({"planner": {"enabled": True, "config": {"routers": []}}}, "planner.config.routers: is set by the chart"),
-        (
-            {"planner": {"enabled": True, "config": {"executor": "none"}}},
-            "planner.config.executor: is set by the chart",
-        ),
+        ({"planner": {"enabled": True, "config": {"switch": True}}}, "planner.config.switch: is set by the chart"),
         ({"planner": {"keda": KEDA}}, "planner.keda.enabled: means nothing without planner.enabled"),
         ({"planner": {"enabled": True, "keda": {"enabled": True}}}, "planner.keda.serverAddress: names no Prometheus"),
         ({"planner": {"enabled": True, "keda": KEDA | {"serverAddress": "p:9090"}}}, "/planner/keda/serverAddress"),
@@ -243,13 +240,13 @@ def test_decimals_that_helm_makes_strings_are_settings() -> None:
         None,
         f"--set-json=models={model}",
         "--set=planner.enabled=true,planner.config.itl_s=0.012,planner.config.start_s=12.5",
-        "--set=planner.config.decode.min_workers=0,planner.keda.tolerance=0,router.config.trace_share=0.25",
+        "--set=planner.config.decode.min_workers=0,planner.keda.tolerance=0,router.config.record_share=0.25",
         "--set=worker.config.sim_step_ms=0.5,models[0].decode.canary.share=0.05",
     )
     planner = PlannerConfig.parse(config_of(manifests, "demo-a-planner", "planner"))
     assert (planner.itl_s, planner.start_s) == (0.012, 12.5)
     router = RouterConfig.parse(config_of(manifests, "demo-router", "router"))
-    assert (router.trace_share, router.no_worker_grace_s) == (0.25, 42.5)
+    assert (router.record_share, router.no_worker_grace_s) == (0.25, 42.5)
     canary = WorkerConfig.parse(config_of(manifests, "demo-a-decode-canary", "worker"))
     assert (canary.traffic_share, canary.sim_step_ms) == (0.05, 0.5)
 

@@ -252,7 +252,7 @@ async def test_each_line_counts_once_against_its_tenant(tmp_path: Path, sim_mode
     keys.write_text(
         entry_for("tk-alice", "alice", "a", [], None) + entry_for("tk-op", "op", "", [], None, operator=True)
     )
-    router = {"api_keys_file": keys, "internal_port": 0, "usage_file": tmp_path / "usage"}
+    router = {"api_keys_file": keys, "internal_port": 0, "usage_ledger": tmp_path / "usage"}
     async with (
         batch_cluster(sim_model(400, speaks=True), tmp_path / "made", router) as cluster,
         client_of(cluster.router.http_address, "tk-alice") as client,
@@ -271,7 +271,7 @@ async def test_a_stopping_router_finishes_the_lines_in_flight_and_none_runs_twic
     tmp_path: Path, sim_model: ModelFactory
 ) -> None:
     num_lines = 60
-    router = {"batch_concurrency": 8, "drain_s": 60.0, "usage_file": tmp_path / "usage"}
+    router = {"batch_concurrency": 8, "drain_s": 60.0, "usage_ledger": tmp_path / "usage"}
     async with batch_cluster(sim_model(400, speaks=True), tmp_path / "made", router, sim_step_ms=4) as cluster:
         async with client_of(cluster.router.http_address) as client:
             lines = [completion(f"line-{number}", max_tokens=100) for number in range(num_lines)]

@@ -24,6 +24,7 @@ from router.runtime import start_router
 from router.stock.facts import ServerAccess, ServerApi
 from router.stock.member import Joined, Surroundings, hello_of
 from router.stock.sources.servers import Server
+from support.api_keys import keys_file
 from support.gateway import BUFFERED, DUPLEX, NONE, PARTIAL, STREAMED, WHOLE, Gateway, Sent, split
 from support.picker_site import ask, body_of, calling, drive, num_counted
 from support.processes import until
@@ -367,10 +368,10 @@ async def test_health_tells_by_the_service_and_by_the_servers(folder: Path) -> N
         await until(is_ready, "it is ready")
 
 
-async def test_keys_of_clients_are_checked(folder: Path) -> None:
+async def test_keys_of_clients_are_checked(folder: Path, tmp_path: Path) -> None:
     sha256 = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"  # of "foo"
-    keys = [{"name": "k", "sha256": sha256}]
-    async with picker_site(folder, api_keys=keys, internal_port=0) as site:
+    keys = keys_file(tmp_path, {"name": "k", "sha256": sha256})
+    async with picker_site(folder, api_keys_file=keys, internal_port=0) as site:
         site.join(A)
         assert (await ask(site.address, request_of(body_of(prompt=WORDS)))).immediate.status.code == 401
         with_key = request_of(body_of(prompt=WORDS), headers={"authorization": "Bearer foo"})

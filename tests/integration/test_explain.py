@@ -14,6 +14,7 @@ from router.observability.explained import to_response
 from router.observability.record_file import read_record
 from router.placement.snapshots import decided_again, read_recorded
 from router.security.api_keys import PREFIX, hash_of
+from support.api_keys import keys_file
 from support.processes import LENDER_ALWAYS, Stream, kill_worker, named, running, until
 from tandem.cli.client.explain import came_of, candidate_table, show_decisions
 from tandem.client import Client, Target
@@ -138,11 +139,13 @@ async def test_decisions_are_written_down_and_made_again(model: Path, cluster_of
     assert "first token: predicted after" in console.export_text()
 
 
-async def test_each_tenant_asks_for_its_own_decisions_and_operators_for_all(model: Path, cluster_of: Any) -> None:
+async def test_each_tenant_asks_for_its_own_decisions_and_operators_for_all(
+    model: Path, cluster_of: Any, tmp_path: Path
+) -> None:
     texts = {name: f"{PREFIX}{name * 43}" for name in ("a", "b", "o")}
     keys: list[dict[str, Any]] = [{"name": n, "sha256": hash_of(text), "tenant": n} for n, text in texts.items()]
     keys[2]["operator"] = True
-    router = {"api_keys": keys, "internal_port": 0}
+    router = {"api_keys_file": keys_file(tmp_path, *keys), "internal_port": 0}
     async with (
         cluster_of(model, router=router, **SIM) as cluster,
         Client(cluster.address, api_key=texts["a"]) as one,

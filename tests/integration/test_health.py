@@ -69,7 +69,7 @@ async def test_who_is_cut_off_is_alive_and_not_ready(model: Path, cluster_of: An
     async with cluster_of(model, prefill=0, decode=1, engine="sim") as cluster:
         port = free_port()
         routers = (cluster.router.joined_at,)
-        config = PlannerConfig(routers=routers, host="127.0.0.1", every_s=0.2, metrics_port=0, health_port=port)
+        config = PlannerConfig(routers=routers, host="127.0.0.1", down_after_s=1.0, metrics_port=0, health_port=port)
         async with role("planner", "planner", config):
             both = cluster.decode[0].address, f"127.0.0.1:{port}"
             for address in both:

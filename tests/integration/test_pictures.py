@@ -93,7 +93,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     strings = write_media_model(folder / "strings", STRINGS_TEMPLATE, context=50_000)
     blind = write_media_model(folder / "blind", context=40_000)
     async with AsyncExitStack() as parts:
-        models = [{"path": model}, {"path": strings}]
+        models = {"seeing": model, "strings": strings}
         _, role = await parts.enter_async_context(
             preprocessor(models=models, max_items=4, max_item_mib=1, metrics_port=0)
         )

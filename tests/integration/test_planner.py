@@ -16,6 +16,7 @@ from planner.executors import ExecutorFailed, KubernetesConfig, KubernetesExecut
 from planner.runtime import PlannerConfig, start_planner
 from support.processes import Stream, engine_of, finished, running, says, until, workers_joined
 from support.scale_api import ScaleApi
+from support.tuned import tuned
 from tandem.local.local_cluster import start_role, stop_process
 
 VOCAB = 600
@@ -23,7 +24,7 @@ SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 5.0, "kv_memory_mib": 16,
 NARROW = SIM | {"kv_memory_mib": 1, "reserve_output_tokens": 5000}
 """A decode worker has room for one such request at a time."""
 
-QUICK = {"every_s": 0.2, "down_after_s": 1.0, "start_s": 20.0, "switch_s": 1.0}
+QUICK = {"down_after_s": 1.0, "start_s": 20.0}
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,9 @@ async def test_kubernetes_scales_what_differs_and_nothing_else(account: Path) ->
         assert await only.sizes() == {"decode": 3}
         await only.scale("prefill", 9)
         assert api.replicas["serving", "p"] == 2
+        with pytest.raises(ExecutorFailed, match="404"):
+            await kubernetes(api, account, prefill="", decode="statefulsets/s").sizes()
+        assert api.requests[-1] == ("GET", "/apis/apps/v1/namespaces/serving/statefulsets/s/scale")
 
 
 async def test_where_something_else_scales_sizes_are_only_read(account: Path) -> None:
@@ -101,8 +105,8 @@ def test_where_kubernetes_is_must_be_known(account: Path, monkeypatch: pytest.Mo
         KubernetesExecutor(KubernetesConfig.parse({"decode": "d", "api_server": "http://x:1", "account_dir": account}))
     for settings, field in (
         ({}, "routers"),
-        ({"routers": ["x:1"], "executor": "switch"}, "switch"),
-        ({"routers": ["x:1"], "executor": "kubernetes", "switch": True}, "switch"),
+        ({"routers": ["x:1"], "kubernetes": {"decode": "d"}, "switch": True}, "switch"),
+        ({"kubernetes": {"decode": "pods/d"}}, r"kubernetes\.decode"),
     ):
         with pytest.raises(StartError, match=field):
             PlannerConfig.parse(settings).check()
@@ -114,7 +118,7 @@ async def test_pools_on_kubernetes_grow_under_load_though_calls_fail(model, clus
         async with running(cluster_of(model, prefill=1, decode=1, routers=2, **NARROW)) as (cluster, client):
             config = PlannerConfig.parse(
                 QUICK
-                | {"routers": [router.joined_at for router in cluster.routers], "executor": "kubernetes"}
+                | {"routers": [router.joined_at for router in cluster.routers]}
                 | {"decode": {"max_workers": 3}, "metrics_port": 0}
                 | {"kubernetes": {"api_server": api.url, "account_dir": account, "prefill": "p", "decode": "d"}}
             )
@@ -150,7 +154,7 @@ async def test_a_pool_of_none_comes_back_with_the_next_request(model, cluster_of
         async with running(cluster_of(model, prefill=0, decode=1, router=router, **NARROW)) as (cluster, client):
             config = PlannerConfig.parse(
                 QUICK
-                | {"routers": [cluster.router.joined_at], "executor": "kubernetes", "decode": {"min_workers": 0}}
+                | {"routers": [cluster.router.joined_at], "decode": {"min_workers": 0}}
                 | {"kubernetes": {"api_server": api.url, "account_dir": account, "decode": "d"}}
             )
             planner = await start_planner(config)
@@ -179,10 +183,11 @@ async def test_a_pool_of_none_comes_back_with_the_next_request(model, cluster_of
 async def test_roles_follow_the_load_where_no_worker_comes_or_goes(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
     """Three prefill workers and one decode worker, and nothing but long answers."""
     async with running(cluster_of(model, prefill=3, decode=1, **NARROW)) as (cluster, client):
-        config = PlannerConfig.parse(
+        config = tuned(
+            PlannerConfig,
             QUICK
-            | {"routers": [cluster.router.joined_at], "executor": "switch", "switch": True}
-            | {"decode": {"max_workers": 3}}
+            | {"routers": (cluster.router.joined_at,), "switch": True, "switch_s": 1.0}
+            | {"decode": {"max_workers": 3}},
         )
         planner = await start_planner(config)
         try:
@@ -207,7 +212,7 @@ async def test_the_process_says_what_it_wishes(model, cluster_of) -> None:  # ty
     """`python -m planner`, with nobody to carry anything out; and a router that comes later than it."""
     async with running(cluster_of(model, prefill=1, decode=2, **SIM)) as (cluster, _):
         config = PlannerConfig.parse(
-            {"routers": [cluster.router.joined_at], "every_s": 0.2, "metrics_port": 0, "model": cluster_model(model)}
+            {"routers": [cluster.router.joined_at], "metrics_port": 0, "model": cluster_model(model)}
         )
         role = await start_role("planner", "planner", config)
         try:

@@ -12,6 +12,7 @@ from cluster.errors import ServiceError
 from conftest import ModelFactory
 from protos import inference_pb2 as pb
 from router.security.api_keys import hash_of
+from support.api_keys import keys_file
 from support.openai_http import call, http_cluster
 from support.processes import kill_worker
 from tandem.client import Client
@@ -36,13 +37,13 @@ async def _refused(client: Client, **fields: Any) -> None:
 
 
 async def test_no_log_has_what_is_private(
-    sim_model: ModelFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sim_model: ModelFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TANDEM_LOG", "debug")
-    keys = [{"name": "somebody", "sha256": hash_of(KEY), "tenant": "t"}]
+    keys = keys_file(tmp_path, {"name": "somebody", "sha256": hash_of(KEY), "tenant": "t"})
     model: Path = sim_model(VOCAB, speaks=True)
     answers = []
-    async with http_cluster(model, 2, {"api_keys": keys}, engine="sim", sim_step_ms=2.0) as cluster:
+    async with http_cluster(model, 2, {"api_keys_file": keys}, engine="sim", sim_step_ms=2.0) as cluster:
         async with Client(cluster.address, api_key=KEY) as client:
             answers.append(await _generate(client, text=MARKER))
             structured = pb.Sampling(structured=pb.StructuredOutput(regex=f"({MARKER}"))

@@ -24,7 +24,8 @@ from cluster.network.tls import ClientIdentity, Credentials, File, MemberIdentit
 from conftest import Ask, ModelFactory
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
-from router.security.api_keys import entry_for
+from router.security.api_keys import entry_for, hash_of
+from support.api_keys import keys_file
 from support.certificates import Authority, Issued
 from support.openai_http import http_cluster
 from support.processes import LENDER_ALWAYS, engine_of, until
@@ -58,7 +59,7 @@ class Site:
         tls = {"tls_cert": self.issued.cert, "tls_key": self.issued.key, "tls_ca": self.cluster_ca.path}
         metrics = {"metrics_port": 0, "tls_metrics_ca": self.client_ca.path}
         router = tls | metrics | LENDER_ALWAYS | {"api_keys_file": self.keys, "isolate_tenants": True}
-        router |= {"client_certificates": "required", "tls_client_ca": self.client_ca.path, "internal_port": 0}
+        router |= {"tls_client_ca": self.client_ca.path, "internal_port": 0}
         self.cluster: LocalCluster = http_cluster(
             model, 1, router, engine="sim", kv_host_memory_mib=8, **tls, **metrics
         )
@@ -406,18 +407,12 @@ async def test_one_tenant_cannot_see_what_another_asked(site: Site) -> None:
         assert not _is_fresh(await _probe(bob, secret))
 
 
-async def test_without_isolation_one_tenant_sees_what_another_asked(sim_model: ModelFactory) -> None:
-    keys = [{"name": n, "sha256": _hash(f"tk-{n}"), "tenant": n} for n in "ab"]
-    cluster = http_cluster(sim_model(VOCAB), 1, {"api_keys": keys} | LENDER_ALWAYS, engine="sim")
+async def test_without_isolation_one_tenant_sees_what_another_asked(sim_model: ModelFactory, tmp_path: Path) -> None:
+    keys = keys_file(tmp_path, *({"name": n, "sha256": hash_of(f"tk-{n}"), "tenant": n} for n in "ab"))
+    cluster = http_cluster(sim_model(VOCAB), 1, {"api_keys_file": keys} | LENDER_ALWAYS, engine="sim")
     async with cluster, Client(cluster.address, api_key="tk-a") as a, Client(cluster.address, api_key="tk-b") as b:
         assert _is_fresh(await _probe(a, PROMPT))
         assert not _is_fresh(await _probe(b, PROMPT))
-
-
-def _hash(key: str) -> str:
-    from router.security.api_keys import hash_of
-
-    return hash_of(key)
 
 
 async def test_a_router_does_not_start_half_guarded(sim_model: ModelFactory, tmp_path: Path) -> None:

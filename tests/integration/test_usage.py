@@ -45,7 +45,7 @@ async def ask_again_and_again(address: str, tenant: str, receipts: dict[str, pb.
 async def test_a_ledger_has_every_receipt_after_kills(sim_model: ModelFactory, tmp_path: Path) -> None:
     file = tmp_path / "usage.jsonl"
     receipts: dict[str, pb.Finish] = {}
-    async with http_cluster(sim_model(400), router={"usage_file": file}, engine="sim", sim_step_ms=1) as cluster:
+    async with http_cluster(sim_model(400), router={"usage_ledger": file}, engine="sim", sim_step_ms=1) as cluster:
         for _ in range(2):
             address = cluster.address
             async with Client(address) as client:

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated
 from router.security.api_keys import PREFIX, hash_of
+from support.api_keys import keys_file
 from support.processes import LENDER_ALWAYS, Stream, finished, kill_worker, named, running, until
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
@@ -86,11 +87,13 @@ async def test_cache_retention_store_and_the_command(sim_model: Models, cluster_
         assert printed.count(f"{full} stay") == 2
 
 
-async def test_it_is_charged_counted_and_bounded_like_requests(sim_model: Models, cluster_of: Clusters) -> None:
+async def test_it_is_charged_counted_and_bounded_like_requests(
+    sim_model: Models, cluster_of: Clusters, tmp_path: Path
+) -> None:
     text = f"{PREFIX}{'a' * 43}"
-    keys = [{"name": "a", "sha256": hash_of(text), "tenant": "a"}]
+    keys = keys_file(tmp_path, {"name": "a", "sha256": hash_of(text), "tenant": "a"})
     tenants = {"a": {"quota_tokens": 2 * FULL * 16 + 100, "quota_window_s": 3600}}
-    router = {"api_keys": keys, "internal_port": 0, "tenants": tenants}
+    router = {"api_keys_file": keys, "internal_port": 0, "tenants": tenants}
     cluster = cluster_of(sim_model(600), prefill=0, decode=2, router=router, engine="sim")
     async with cluster, Client(cluster.address, api_key=text) as client, Client(cluster.address) as nobody:
         await Stream(client, [1, 2, 3], 2).task

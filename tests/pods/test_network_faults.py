@@ -109,7 +109,7 @@ class Site:
 async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     secrets = {"a-secret": {"password": b"a password"}}
     values: dict[str, Any] = {"redis.enabled": True, "redis.passwordSecret": "a-secret", "router.replicas": 2}
-    values |= {"planner.enabled": True, "planner.config": {"every_s": 1.0}}
+    values |= {"planner.enabled": True}
     sizes = {PREFILL: 2, DECODE: 2}
     with Namespaces() as namespaces, ScaleApi(TOKEN, host=namespaces.host_ip, **sizes) as api:
         sets = [part for name, value in values.items() for part in ("--set-json", f"{name}={json.dumps(value)}")]

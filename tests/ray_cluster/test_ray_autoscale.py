@@ -14,7 +14,7 @@ from tandem.client import Client
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
-QUICK = {"every_s": 0.3, "down_after_s": 2.0, "start_s": 5.0}
+QUICK = {"down_after_s": 2.0, "start_s": 5.0}
 
 
 async def decode_workers(client: Client) -> int:

@@ -106,7 +106,7 @@ def test_libraries_say_no_less_than_warnings() -> None:
 
 
 def test_a_role_refuses_a_level_that_is_none() -> None:
-    command = [sys.executable, "-m", "planner", "--set", "executor=none"]
+    command = [sys.executable, "-m", "planner", "--set", "switch=true"]
     ended = subprocess.run(command, env={"TANDEM_LOG": "bogus"}, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
     assert ended.stderr.startswith("error: TANDEM_LOG: ")

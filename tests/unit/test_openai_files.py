@@ -1,5 +1,6 @@
 """Forms, bodies and queries of the files and batches API."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from router.frontend.http.errors import CALLER, Caller, openai_form
 from router.frontend.http.generation import Generation
 from router.frontend.openai_files.lines import LineApplication
 from router.security.api_keys import ApiKeys, Principal
-from router.security.config import ApiKey
+from support.api_keys import keys_file
 from support.batch_runs import ENDPOINT, link
 
 BODY = {"input_file_id": "file-1", "endpoint": "/a", "completion_window": "24h"}
@@ -132,7 +133,7 @@ def test_forms_that_are_none() -> None:
 
 # ------------------------------------------------------------------ lines
 
-MINE = ApiKey(name="mine", sha256="0" * 64, tenant="a", models=("m",))
+MINE = {"name": "mine", "sha256": "0" * 64, "tenant": "a", "models": ["m"]}
 LINE_OF_MINE = OnBehalf(tenant="a", key="mine", deadline_s=99.0)
 
 
@@ -167,15 +168,12 @@ async def asked(
     return sent[0]["status"], sent[1]["body"], endpoint.caller
 
 
-async def test_a_line_has_the_tenant_and_the_permissions_that_its_key_has_now() -> None:
-    status, _, caller = await asked(ApiKeys([MINE]))
+async def test_a_line_has_the_tenant_and_the_permissions_that_its_key_has_now(tmp_path: Path) -> None:
+    status, _, caller = await asked(ApiKeys(keys_file(tmp_path, MINE)))
     assert status == 200
     assert caller == Caller("a", "r-1", Principal("mine", "a", frozenset("m")), 99.0)
-    for keys, refused in (
-        (ApiKeys([MINE.model_copy(update={"name": "other"})]), 401),
-        (ApiKeys([MINE.model_copy(update={"tenant": "b"})]), 403),
-    ):
-        status, _, caller = await asked(keys)
+    for change, refused in (({"name": "other"}, 401), ({"tenant": "b"}, 403)):
+        status, _, caller = await asked(ApiKeys(keys_file(tmp_path, MINE | change)))
         assert (status, caller) == (refused, None)
     unkeyed = OnBehalf(tenant="\u00e9\n", key="", deadline_s=1.0)
     _, _, caller = await asked(ApiKeys(), unkeyed)

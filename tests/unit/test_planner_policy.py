@@ -15,6 +15,7 @@ from cluster.roles import ROLES
 from planner.config import PolicyConfig
 from planner.estimates import ArrivalForecast, Counters, Observation, PoolLoad, PoolObservation, Ratio
 from planner.policy import DesiredSizes, PolicyState, decide
+from support.tuned import tuned
 
 POOL_BLOCKS = 1000
 
@@ -110,7 +111,7 @@ class Fluid:
 
 def config_of(**values: object) -> PolicyConfig:
     pools = {"prefill": {"max_workers": 12}, "decode": {"max_workers": 12}}
-    config = PolicyConfig.parse(pools | values)
+    config = tuned(PolicyConfig, pools | values)
     config.check()
     return config
 

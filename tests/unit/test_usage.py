@@ -76,5 +76,5 @@ def test_another_file_is_refused(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "usage").write_bytes(ENTRY.to_line() + line)
     with pytest.raises(StartError, match="line 2"):
         FileLedger(tmp_path / "usage", 10)
-    with pytest.raises(StartError, match="usage_file"):
+    with pytest.raises(StartError, match="usage_ledger"):
         FileLedger(tmp_path / "missing" / "usage", 10)

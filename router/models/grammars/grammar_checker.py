@@ -34,6 +34,8 @@ from engine.model.model_dir import ModelDir
 from engine.sampling.structured_output import FIELD
 from protos import inference_pb2 as pb
 
+LIMIT_S = 2.0
+"""Seconds of a core that compiling a grammar may take; the decode worker compiles it again, once, beside its steps."""
 START_S = 60.0
 """Seconds for loading the tokenizer."""
 PROCESSES = 2
@@ -136,7 +138,7 @@ class GrammarResults:
 class GrammarChecker:
     """Checker of one model, with processes that start when a grammar needs one, and again after one died."""
 
-    def __init__(self, model_dir: ModelDir, limit_s: float) -> None:
+    def __init__(self, model_dir: ModelDir, limit_s: float = LIMIT_S) -> None:
         self._model_dir = model_dir
         self._limit_s = limit_s
         self._turns = FairTurns(PROCESSES, 1)

@@ -26,7 +26,7 @@ from support.observed_cluster import Site
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(3600)]
 
-ROUTER = {"http_port": 0, "default_deadline_s": 4.0, "grammar_limit_s": 0.2, "no_worker_grace_s": 1.0}
+ROUTER = {"http_port": 0, "default_deadline_s": 4.0, "no_worker_grace_s": 1.0}
 NUM_INPUTS = int(os.environ.get("TANDEM_FUZZ", "1500"))
 SEED = os.environ.get("TANDEM_SEED", "1")
 AT_A_TIME = 24

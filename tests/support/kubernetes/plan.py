@@ -37,8 +37,11 @@ PLANNED: dict[str, Any] = {
     "models": [
         SIMULATED
         | {
-            "prefill": {"replicas": 1, "config": {"engine": "sim", "sim_step_ms": 2}},
-            "decode": {"replicas": 1, "config": {"engine": "sim", "sim_step_ms": 40, "sim_stream_us": 10000}},
+            "prefill": {"replicas": 1, "config": {"engine": "sim", "sim_step_ms": 2, "sim_block_kib": 8}},
+            "decode": {
+                "replicas": 1,
+                "config": {"engine": "sim", "sim_step_ms": 40, "sim_block_kib": 8, "kv_memory_mib": 1},
+            },
         }
     ],
     "router": {"resources": SMALL},
@@ -46,19 +49,16 @@ PLANNED: dict[str, Any] = {
     "planner": {
         "enabled": True,
         "config": {
-            "every_s": 1,
             "start_s": 10,
             "itl_s": 0.12,
             "step_s": 0.04,
-            "stream_delay_s": 0.01,
             "down_after_s": 10,
             "prefill": {"max_workers": 1},
             "decode": {"max_workers": 4},
         },
     },
 }
-"""A planner that gives a decode worker five streams: 24 streams need more than one. Steps are long, so that a busy node
-does not hide what a stream costs."""
+"""A decode worker has room for eight streams: 24 streams need more than one. Blocks of both roles are equally large."""
 
 
 WRITES = """
