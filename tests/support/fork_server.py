@@ -1,9 +1,9 @@
 """Fork server for the processes of tests: starting one costs a quarter of the CPU time or less, which is imports.
 
 Within `ForkServer.used()` `subprocess.Popen` forks `python -m ROLE`, two commands, programs of vLLM's environment and
-`vllm serve` from processes that imported them. The fork is a child of the caller, as a started process would be: same pid, pipes,
-environment, session and command line. What it starts in turn is forked, too: a worker's engine, an engine's ranks, a
-router's process of files and batches.
+`vllm serve` from processes that imported them. The fork is a child of the caller, as a started process would be: same
+pid, pipes, environment, session and command line. What it starts in turn is forked, too: a worker's engine, an engine's
+ranks, a router's process of files and batches. Forks that run vLLM alone come from a process without Tandem's engine.
 Other commands are started as ever. A worker on vLLM runs in vLLM's environment then, as where both share one.
 
 TANDEM_PLAIN_START=1 turns this off. Tests of the start itself do not use it: tests/helm, `tandem up`, roles by hand,
