@@ -8,13 +8,14 @@ import pytest
 
 from support.chart import HELM, HELM_3, HPA, config_of, render
 from support.kube_api import KubeApi
+from support.long_runs import long
 
 DECODE, ROUTER = ("deployments", "demo-a-decode"), ("statefulsets", "demo-router")
 PLANNER: dict[str, Any] = {"planner": {"enabled": True}}
 ROUTER_SCALER: dict[str, Any] = {"enabled": True, "minReplicas": 2, "maxReplicas": 3}
 
 
-@pytest.fixture(params=[("helm 4", HELM), ("helm 3", HELM_3)], ids=lambda param: str(param[0]))
+@pytest.fixture(params=[("helm 4", HELM), pytest.param(("helm 3", HELM_3), marks=long)], ids=lambda param: str(param[0]))
 def binary(request: pytest.FixtureRequest) -> str:
     name, path = request.param
     if path is None:
