@@ -344,7 +344,9 @@ class Server:
     def _fork_for_this_process(self, fds: list[int]) -> None:
         """Have the engine process, or the ranks, that this process starts forked by a child that stays as it is now."""
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        cores = os.sched_getaffinity(0)
         if os.fork() == 0:
+            os.sched_setaffinity(0, cores)  # Intel's OpenMP binds a fork to one core
             own.close()
             for fd in fds:
                 os.close(fd)
