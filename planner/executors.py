@@ -24,6 +24,7 @@ from cluster.network.error_status import from_rpc_error
 from cluster.network.kubernetes import ApiServer, ApiServerSettings
 from cluster.network.rpc import channel
 from cluster.network.tls import TlsIdentity
+from cluster.process.tasks import all_of, outcomes_of
 from cluster.roles import ON_WIRE, ROLES, Role
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
@@ -117,11 +118,11 @@ class Switcher(Executor):
 
     async def switch(self, workers: Sequence[pb.WorkerStatus], role: Role) -> None:
         switching = (switch_role(worker.address, role, self._trust) for worker in workers)
-        outcomes = await asyncio.gather(*switching, return_exceptions=True)
+        outcomes = await outcomes_of(switching)
         failed = [
             f"{worker.worker_id}: {outcome}"
             for worker, outcome in zip(workers, outcomes, strict=True)
-            if isinstance(outcome, BaseException)
+            if isinstance(outcome, Exception)
         ]
         if failed:
             raise ExecutorFailed("; ".join(failed))
@@ -170,7 +171,7 @@ class KubernetesExecutor(Executor):
         self._path = f"/apis/apps/v1/namespaces/{namespace}"
 
     async def sizes(self) -> Mapping[Role, int]:
-        scales = await asyncio.gather(*(self._scale_of(name) for name in self._names.values()))
+        scales = await all_of(self._scale_of(name) for name in self._names.values())
         return dict(zip(self._names, scales, strict=True))
 
     async def scale(self, role: Role, count: int) -> None:

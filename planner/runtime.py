@@ -18,7 +18,7 @@ from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import Server, channel
 from cluster.network.tls import TlsIdentity, member_of
 from cluster.process.life import Addresses, SignalledRole
-from cluster.process.tasks import Tasks, all_of, failure_of
+from cluster.process.tasks import Tasks, all_of, failure_of, outcomes_of
 from cluster.roles import ROLES, Role
 from cluster.settings import DiscoverySettings, HealthSettings, HostSettings, LogSettings, MetricsSettings
 from planner.config import PolicyConfig
@@ -130,16 +130,16 @@ class RouterPoller:
 
     async def _ask_all(self) -> list[pb.LoadsReply]:
         addresses = sorted(self.roster.wanted)
-        replies = await asyncio.gather(*map(self._ask, addresses), return_exceptions=True)
+        replies = await outcomes_of(map(self._ask, addresses))
         for address, reply in zip(addresses, replies, strict=True):
             if isinstance(reply, ServiceError):
                 log.warning("router %s does not answer: %s", address, reply)
-            elif isinstance(reply, BaseException):
+            elif isinstance(reply, Exception):
                 raise reply
         answers = {
             address: reply
             for address, reply in zip(addresses, replies, strict=True)
-            if not isinstance(reply, BaseException)
+            if not isinstance(reply, Exception)
         }
         self.answering = frozenset(answers)
         if not answers:

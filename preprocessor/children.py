@@ -187,7 +187,7 @@ class Children:
         """End all children."""
         children = list(self._all)
         await self._tasks.close()
-        await asyncio.gather(*(child.end() for child in children))
+        await all_of(child.end() for child in children)
 
     async def _work(self, tenant: str, frame: Frame, begun: asyncio.Event) -> Processed:
         """Have a child answer a request. Raises InvalidRequest or Unavailable."""

@@ -138,7 +138,8 @@ class Servers:
             others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
             for task in others:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            if others:
+                await asyncio.wait(others)
             if self._session is not None:
                 await self._session.close()
             self._loop.stop()

@@ -6,7 +6,8 @@ asyncio refers to tasks weakly, and keeps a failure until somebody asks for it. 
 - a loop that lives as long as its owner, work that a callback starts, work that its caller does not wait for:
   `Tasks.spawn`, ended by `Tasks.close` in the owner's `close` or `stop`;
 - work beside a block: `async with Tasks()`, which ends it however the block ends;
-- a race: `first_of`; all of several, or the first failure: `all_of`, which is a TaskGroup;
+- a race: `first_of`; all of several, or the first failure: `all_of`, which is a TaskGroup; all, with their failures:
+  `outcomes_of`;
 - a wait with an end: `happens`, or asyncio.timeout;
 - a block that others may end, such as a request whose client leaves: `Endable`. Nothing else cancels the task that it
   runs in, and nothing takes a cancellation back.
@@ -128,6 +129,18 @@ async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         first, *others = failures.exceptions
         raise first from (failures if others else None)
     return [task.result() for task in tasks]
+
+
+async def outcomes_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T | Exception]:
+    """Return the result of each, or its failure."""
+
+    async def outcome(work: Coroutine[Any, Any, T]) -> T | Exception:
+        try:
+            return await work
+        except Exception as failure:
+            return failure
+
+    return await all_of(map(outcome, works))
 
 
 class Endable:

@@ -20,6 +20,7 @@ from cluster.errors import InvalidRequest, ServiceError, Unavailable, UnknownReq
 from cluster.network.error_status import from_proto, from_rpc_error
 from cluster.network.rpc import media_channel
 from cluster.network.tls import ClientIdentity
+from cluster.process.tasks import all_of
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tandem.client.call_span import CallSpan, Metadata
@@ -77,7 +78,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        await asyncio.gather(*(link.close() for link in self._channels))
+        await all_of(link.close() for link in self._channels)
 
     async def generate(
         self, text: str | None = None, **options: Unpack[GenerateOptions]

@@ -28,6 +28,7 @@ from cluster.errors import InvalidRequest, Overloaded, ServiceError
 from cluster.network.error_status import from_rpc_error, to_status
 from cluster.network.rpc import Server, channel
 from cluster.network.tls import MemberIdentity
+from cluster.process.tasks import all_of
 from engine.config import WorkerConfig
 from kvtransfer.ucx.lanes import GROUPS
 from tandem.doctor.machine import Finding, Machine
@@ -310,7 +311,7 @@ async def start_peers(
 
 async def measure_pairs(peers: Sequence[Peer], timeout_s: float = PAIR_TIMEOUT_S) -> list[PairResult]:
     """Measure one pair after the other, none longer than `timeout_s`."""
-    await asyncio.gather(*(peer.prepare() for peer in peers))
+    await all_of(peer.prepare() for peer in peers)
     return [await reader.read(lender, timeout_s) for reader in peers for lender in peers if reader is not lender]
 
 

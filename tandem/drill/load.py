@@ -1,12 +1,12 @@
 """Load of a drill: waves of greedy streams whose answers are known."""
 
-import asyncio
 import random
 import secrets
 import time
 from dataclasses import dataclass, field
 
 from cluster.errors import InvalidRequest, ServiceError
+from cluster.process.tasks import all_of
 from protos import inference_pb2 as pb
 from tandem.client import Client
 from tandem.loadgen.frontends import LEAST_TOKEN
@@ -69,7 +69,7 @@ class DrillLoad:
     async def wave(self) -> list[DrillReply]:
         """Run one stream of each prompt, all at once; an error is part of its stream's answer."""
         salt = f"drill-{secrets.token_hex(8)}"
-        return await asyncio.gather(*(self._stream(prompt, salt) for prompt in self._prompts))
+        return await all_of(self._stream(prompt, salt) for prompt in self._prompts)
 
     async def _stream(self, prompt: list[int], salt: str) -> DrillReply:
         answer, began_at = DrillReply(), time.monotonic()

@@ -195,7 +195,7 @@ class LocalCluster:
     async def stop(self) -> None:
         media = [] if self.preprocessor is None else [self.preprocessor]
         roles = [*self.workers, *self.routers, *media, *self.encoders]
-        await asyncio.gather(*(stop_process(role.process) for role in roles))
+        await all_of(stop_process(role.process) for role in roles)
 
     async def _start(self) -> None:
         routers = self.topology.routers

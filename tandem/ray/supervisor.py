@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.errors import StartError, TandemError, Unavailable
 from cluster.network.tls import TlsIdentity, member_of
 from cluster.process.life import Addresses
-from cluster.process.tasks import Tasks
+from cluster.process.tasks import Tasks, all_of, outcomes_of
 from engine.config import WorkerConfig
 from tandem.cluster_file import PREPROCESSOR, encoder_name, with_preprocessor
 from tandem.members import workers_at
@@ -115,7 +115,7 @@ class Supervisor:
             for number, each in enumerate(self._topology.encoders)
         ]
         self.roles |= {role.name: role for role in encoders}
-        started = await asyncio.gather(*(role.start() for role in encoders))
+        started = await all_of(role.start() for role in encoders)
         if encoders:
             config = config.model_copy(update={"encoders": tuple(where.grpc for where in started)})
         options = {"num_cpus": 0, "scheduling_strategy": self._ground.here()}
@@ -156,7 +156,7 @@ class Supervisor:
                 role.first = roles[-config.data_parallel_rank]
             roles.append(role)
         self.roles |= {role.name: role for role in roles}
-        started = await asyncio.gather(*(role.start() for role in roles))
+        started = await all_of(role.start() for role in roles)
         return [address for role, where in zip(roles, started, strict=True) if (address := _metrics_of(role, where))]
 
     async def _start(self, role: Role) -> None:
@@ -253,7 +253,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         await self._tasks.close()
-        await asyncio.gather(*(role.stop() for role in self.roles.values()))
+        await all_of(role.stop() for role in self.roles.values())
         self.group.remove()
 
     def _keep(self, role: Role, cause: str = "") -> None:
@@ -334,7 +334,7 @@ class Supervisor:
         """
         async with self._order:
             members = [self.roles[name] for name in names if name in self.roles]
-            await asyncio.gather(*(each.switch(role) for each in members))
+            await all_of(each.switch(role) for each in members)
             self._say(f"{', '.join(each.name for each in members)}: {role} workers now")
             self._say.done()
 
@@ -350,7 +350,7 @@ class Supervisor:
         if role == "decode" and count == 0 and members:
             raise TandemError("decode=0: nothing would be served; tandem down ends the cluster")
         leaving, taken = members[count:], set(self.roles)
-        await asyncio.gather(*(each.leave() for each in leaving))
+        await all_of(each.leave() for each in leaving)
         for each in leaving:
             self.group.give_back(each.options)
         free = (name for number in range(count + len(taken)) if (name := f"{prefix}{number}") not in taken)
@@ -368,12 +368,12 @@ class Supervisor:
         roles = list(roles)
         self._starting += roles
         try:
-            outcomes = await asyncio.gather(*(self._start(role) for role in roles), return_exceptions=True)
+            outcomes = await outcomes_of(self._start(role) for role in roles)
         finally:
             self._starting = [role for role in self._starting if role not in roles]
         failures = []
         for role, outcome in zip(roles, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
+            if isinstance(outcome, Exception):
                 failures.append(outcome)
                 await role.stop()
                 self.group.give_back(role.options)
@@ -441,7 +441,7 @@ class Supervisor:
 
         Raises TandemError.
         """
-        await asyncio.gather(*(role.leave() for role in roles))
+        await all_of(role.leave() for role in roles)
         anew: list[Role] = []
         for role in roles:
             again = self._role(role.name, role.module, role.config, role.options, role.of_node)
@@ -449,11 +449,11 @@ class Supervisor:
             again.first = anew[0] if anew else None
             anew.append(again)
         self._starting += anew
-        outcomes = await asyncio.gather(*(self._start(again) for again in anew), return_exceptions=True)
+        outcomes = await outcomes_of(self._start(again) for again in anew)
         self._starting = [role for role in self._starting if role not in anew]
         causes: list[str] = []
         for again, outcome in zip(anew, outcomes, strict=True):
-            if isinstance(outcome, BaseException) and not isinstance(outcome, StartError):
+            if isinstance(outcome, Exception) and not isinstance(outcome, StartError):
                 raise outcome
             cause = "" if outcome is None else str(outcome)
             self.roles[again.name] = again
@@ -478,7 +478,7 @@ class Supervisor:
                 await asyncio.sleep(LOOK_FOR_IT_EVERY_S)
 
     async def _look(self) -> None:
-        await asyncio.gather(*(role.look() for role in self.roles.values() if role.is_worker))
+        await all_of(role.look() for role in self.roles.values() if role.is_worker)
 
     def _of_role(self, role: str, model: str) -> list[Role]:
         """Return the roles of a model by present role, in order of their numbers."""

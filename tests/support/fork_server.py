@@ -1,9 +1,9 @@
 """Fork server for the processes of tests: starting one costs a quarter of the CPU time or less, which is imports.
 
-Within `ForkServer.used()` `subprocess.Popen` forks `python -m ROLE`, two commands, and programs of vLLM's environment
-from processes that imported them. The fork is a child of the caller, as a started process would be: same pid, pipes,
-environment, session and command line. What it starts in turn is forked, too: a worker's engine, an engine's ranks, a
-router's process of files and batches.
+Within `ForkServer.used()` `subprocess.Popen` forks `python -m ROLE`, two commands, programs of vLLM's environment and
+`vllm serve` from processes that imported them. The fork is a child of the caller, as a started process would be: same
+pid, pipes, environment, session and command line. What it starts in turn is forked, too: a worker's engine, an engine's
+ranks, a router's process of files and batches. Forks that run vLLM alone come from a process without Tandem's engine.
 Other commands are started as ever. A worker on vLLM runs in vLLM's environment then, as where both share one.
 
 TANDEM_PLAIN_START=1 turns this off. Tests of the start itself do not use it: tests/helm, `tandem up`, roles by hand,
@@ -17,6 +17,7 @@ import gc
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -47,6 +48,11 @@ LAUNCH = "cluster.launch"
 LAUNCHED = re.compile(r"engine\.process\..*|(preprocessor|encode_worker)\.child")
 """Programs that it runs and that are forked: engines, their ranks and media processors."""
 VLLM_PYTHONS = re.compile(r".*/(\.venv-vllm[^/]*/bin|tests/support/[^/]+)/python[\w-]*")
+STOCK_PROGRAM = re.compile(r"support\..*")
+"""Programs of tests that run vLLM itself, in its environment."""
+VLLM_COMMAND = re.compile(r"(.*/\.venv-vllm[^/]*/bin)/vllm")
+REGISTRY = "vllm.model_executor.models.registry"
+"""Program by which vLLM reads a model's class, in a process that may die of it."""
 SIM, VLLM = 'engine="sim"', 'engine="vllm"'
 """Settings of workers that need no torch, and of those that start vLLM."""
 VLLM_PYTHON = "vllm_python="
@@ -57,6 +63,13 @@ OF_KINDS = {
     "vllm": (
         "engine.process.vllm.process",
         "engine.process.vllm.node",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.executor.multiproc_executor",
+    ),
+    "stock": (
+        "vllm.entrypoints.cli.serve",
+        "vllm.entrypoints.llm",
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
         "vllm.v1.executor.multiproc_executor",
@@ -124,7 +137,7 @@ class ForkServer:
     def _start(self, python: str, kind: str) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
-        if kind == "vllm":
+        if kind in ("vllm", "stock"):
             from engine.backends.vllm.kind import libraries_of
 
             environment |= libraries_of(Path(python), environment)
@@ -150,12 +163,23 @@ def _executed_by(execute_child: Any) -> Iterator[None]:
 
 
 def _program_of(args: Sequence[str]) -> str | None:
-    """Return the module whose `main` the command runs, if it is forked."""
-    if len(args) < 3 or args[1] != "-m":
+    """Return the module whose `main` the command runs, or the script that it is, if it is forked."""
+    if len(args) < 3:
+        return None
+    if _is_stock(args):
+        return args[0] if VLLM_COMMAND.fullmatch(args[0]) else args[2]
+    if args[1] != "-m":
         return None
     if args[0] == sys.executable:
         return COMMANDS.get(args[2]) or _launched(args)
     return _launched(args) if VLLM_PYTHONS.fullmatch(args[0]) else None
+
+
+def _is_stock(args: Sequence[str]) -> bool:
+    """Return whether a command runs vLLM without Tandem's engine."""
+    if VLLM_COMMAND.fullmatch(args[0]):
+        return args[1] == "serve"
+    return bool(VLLM_PYTHONS.fullmatch(args[0]) and args[1] == "-m" and STOCK_PROGRAM.fullmatch(args[2]))
 
 
 def _launched(args: Sequence[str]) -> str | None:
@@ -170,6 +194,9 @@ def _has_batches(args: Sequence[str]) -> bool:
 
 def _server_for(args: Sequence[str]) -> tuple[str, str]:
     """Return the interpreter and the kind of the server that forks a command."""
+    if _is_stock(args):
+        command = VLLM_COMMAND.fullmatch(args[0])
+        return f"{command[1]}/python" if command else args[0], "stock"
     if args[2] == LAUNCH:
         return args[0], "torch" if args[0] == sys.executable else "vllm"
     if args[2] not in WITH_ENGINES:
@@ -239,7 +266,8 @@ class Server:
         if kind == "vllm":
             self._import_vllm(packages)
         else:
-            for module in (*COMMANDS.values(), *OF_KINDS[kind]):
+            roles = () if kind == "stock" else COMMANDS.values()
+            for module in (*roles, *OF_KINDS[kind]):
                 import_module(module)
         gc.collect()
         gc.freeze()
@@ -276,12 +304,16 @@ class Server:
     def _run(self, request: dict[str, Any], fds: list[int]) -> NoReturn:
         """Be the process that was asked for."""
         program, arguments = request["program"], request["arguments"]
+        if request["session"]:
+            os.setsid()  # first: who kills the process's group means those that it starts, too
         is_launched = arguments[2] == LAUNCH
-        forks = is_launched or arguments[2] in WORKERS or self._kind == "vllm" or _has_batches(arguments)
+        is_stock = self._kind == "stock"
+        on_vllm = self._kind in ("vllm", "stock")
+        forks = is_launched or on_vllm or arguments[2] in WORKERS or _has_batches(arguments)
         if program != SPAWNED and forks:
             self._fork_for_this_process(fds)
         _become(request, fds)
-        if is_launched:
+        if is_launched or is_stock:
             os.environ.update(self._changed)
             for name in self._removed:
                 os.environ.pop(name, None)
@@ -292,6 +324,9 @@ class Server:
             if program == SPAWNED:
                 sys.argv = ["-c", "--multiprocessing-fork"]
                 exec(arguments[-2], {})
+            if is_stock or program == REGISTRY:
+                _run_as_main(program, request)
+                sys.exit(0)
             from cluster.launch import launch
 
             sys.argv = [program, *arguments[4 if is_launched else 3 :]]
@@ -309,7 +344,9 @@ class Server:
     def _fork_for_this_process(self, fds: list[int]) -> None:
         """Have the engine process, or the ranks, that this process starts forked by a child that stays as it is now."""
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        cores = os.sched_getaffinity(0)
         if os.fork() == 0:
+            os.sched_setaffinity(0, cores)  # Intel's OpenMP binds a fork to one core
             own.close()
             for fd in fds:
                 os.close(fd)
@@ -325,6 +362,8 @@ class Server:
         def program_of(args: Sequence[str]) -> str | None:
             if not args or args[0] not in (sys.executable, self._python):
                 return None
+            if args[1:3] == ["-m", REGISTRY]:
+                return REGISTRY
             return COMMANDS["batches"] if args[1:3] == ["-m", "batches"] else _launched(args)
 
         popen: Any = subprocess.Popen
@@ -356,9 +395,7 @@ def _fork_sibling() -> int:
 
 
 def _become(request: dict[str, Any], fds: list[int]) -> None:
-    """Take over the request's streams, descriptors, environment, directory, session and command line."""
-    if request["session"]:
-        os.setsid()
+    """Take over the request's streams, descriptors, environment, directory and command line."""
     places = [0, 1, 2, *request["passed"]]
     above = max(places) + len(fds)
     copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]
@@ -371,6 +408,19 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
     _set_command_line(request["arguments"])
+
+
+def _run_as_main(program: str, request: dict[str, Any]) -> None:
+    """Run a script, or a module with `-m`, as its interpreter would."""
+    arguments, path = request["arguments"], request["environment"].get("PYTHONPATH", "")
+    sys.path[1:1] = [entry for entry in path.split(":") if entry and entry not in sys.path]
+    if program == arguments[0]:
+        sys.argv = list(arguments)
+        runpy.run_path(program, run_name="__main__")
+    else:
+        sys.argv = [program, *arguments[3:]]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 def _set_command_line(arguments: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.errors import TandemError
+from cluster.process.tasks import Tasks, all_of
 from engine.model.hub import MODEL_FILES, absolute, fetch_beside
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
@@ -116,17 +117,19 @@ def _say(console: Console, line: str) -> None:
 
 async def _watch(console: Console, clients: list[Client], stories: list[Story]) -> None:
     """Run all stories at once, with growing text on a terminal; elsewhere print each when it is done."""
-    work = asyncio.gather(*(_stream(clients[i % len(clients)], story) for i, story in enumerate(stories)))
-    if console.is_terminal:
-        with Live(console=console, refresh_per_second=REFRESH_PER_S, vertical_overflow="visible") as live:
-            while not work.done():
-                live.update(_page(stories, lines=2))
-                await asyncio.wait([work], timeout=1 / REFRESH_PER_S)
-            live.update(_page(stories, lines=None))
-        await work
-    else:
+    work = all_of(_stream(clients[i % len(clients)], story) for i, story in enumerate(stories))
+    if not console.is_terminal:
         await work
         console.print(_page(stories, lines=None))
+        return
+    async with Tasks() as tasks:
+        running = tasks.spawn(work)
+        with Live(console=console, refresh_per_second=REFRESH_PER_S, vertical_overflow="visible") as live:
+            while not running.done():
+                live.update(_page(stories, lines=2))
+                await asyncio.wait([running], timeout=1 / REFRESH_PER_S)
+            live.update(_page(stories, lines=None))
+        await running
 
 
 async def _stream(client: Client, story: Story) -> None:
