@@ -91,21 +91,3 @@ async def test_kv_moves_over_ucx_between_processes_and_is_found_again(make_model
         assert salted.kv.lender_cached_blocks == 0
         assert salted.token_ids == first.token_ids[:8]
         await audit([worker.address for worker in cluster.workers])
-
-
-async def test_a_second_decode_worker_gets_the_lenders_cached_blocks(model, cluster_of, ask) -> None:  # type: ignore[no-untyped-def]
-    """What one request made the lender compute, another decode worker borrows without computing."""
-    prompt = prompts()[-1]
-    usable = (len(prompt) - 1) // BLOCK
-    settings = {"engine": "sim", "sim_step_ms": 5.0, "max_prefill_tokens": CHUNK}
-    async with cluster_of(model, decode=2, **settings) as cluster, Client(cluster.address) as client:
-        first = await ask(client, prompt)
-        home = first.placement.decode_worker
-        long = asyncio.gather(*(ask(client, prompt, max_tokens=200, ignore_eos=True) for _ in range(6)))
-        answers = [first, *await long]
-        elsewhere = [answer for answer in answers if answer.placement.decode_worker != home]
-        for answer in elsewhere:
-            if answer.kv.moved_blocks:
-                assert answer.kv.lender_cached_blocks == usable
-        for answer in answers[1:]:
-            assert answer.token_ids[:8] == first.token_ids

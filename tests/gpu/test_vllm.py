@@ -51,7 +51,6 @@ async def test_lent_blocks_give_the_tokens_of_the_lenders_own_cache(kind: str, r
             borrowed = await borrower.answer(greedy(f"b{number}", prompt, ignore_eos=True), lender)
             cached = await lender.answer(greedy(f"c{number}", prompt, ignore_eos=True))
             account = borrowed[0].account
-            assert account is not None
             assert account.mismatched_blocks == 0
             if kind not in STATES or length >= STATES_FROM:
                 assert account.moved_blocks > 0
@@ -82,7 +81,6 @@ async def test_lent_pictures_give_the_tokens_of_the_lenders_own_cache(kind: str,
                     borrowed = await borrower.answer(request, lender)
                     cached = await lender.answer(request._replace(request_id=f"c{number}-{file.stem}"))
                     account = borrowed[0].account
-                    assert account is not None
                     assert account.mismatched_blocks == 0
                     assert account.moved_blocks + account.reused_blocks == (len(request.prompt) - 1) // BLOCK
                     assert ids(borrowed) == ids(cached), (shape, account)

@@ -32,7 +32,6 @@ def lender() -> Iterator[bytes]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])},
         text=True,
     )
-    assert process.stdout is not None
     line = process.stdout.readline()
     assert line, "the lender did not start"
     yield json.loads(line)["endpoint"].encode()
@@ -42,8 +41,6 @@ def lender() -> Iterator[bytes]:
 
 def script() -> Any:
     spec = importlib.util.spec_from_file_location("vram_lender", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -128,7 +128,6 @@ def needs(manifests: list[dict[str, Any]]) -> set[str]:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_its_first_comment_names_what_the_cluster_must_have(example: Path) -> None:
     first = re.match(r"(?:#.*\n)+", example.read_text())
-    assert first is not None
     comment = " ".join(first[0].replace("#", " ").split())
     required = needs(render(example))
     operators = {"the Prometheus operator", "KEDA", "the Prometheus adapter", "metrics-server", "the Gateway API"}

@@ -277,7 +277,6 @@ class Sent:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, str(self._program), env=self._env, stdout=asyncio.subprocess.PIPE
         )
-        assert self.process.stdout is not None
         first = await self.process.stdout.readline()
         assert json.loads(first) == {"event": "begun"}
         return self
@@ -290,7 +289,6 @@ class Sent:
     async def result(self) -> Result:
         if not self._load.once:
             self.process.send_signal(signal.SIGTERM)
-        assert self.process.stdout is not None
         log = (await self.process.stdout.read()).decode()
         assert await self.process.wait() == 0
         return result_in(log)
@@ -303,7 +301,6 @@ async def test_the_load_loses_no_stream_of_pods_that_stop_or_die(tmp_path: Path)
         routers = ",".join(f"{pod.ip}:50051" for pod in node.pods_of("demo"))
         async with Sent(tmp_path, Load(routers, streams=4, tokens=200)) as sent:
             decode, prefill = node.pods_of("demo-simulated-decode"), node.pods_of("demo-simulated-prefill")
-            assert decode[0].process is not None
             decode[0].process.send_signal(signal.SIGTERM)
             await decode[0].process.wait()
             await node.start(decode[0])

@@ -119,7 +119,6 @@ def check_query(query: str, role: Role, namespace: str, planner: str) -> None:
     state, desired = decide(None, Observation(at_s=0), PolicyConfig())
     PlannerMetrics(registry, "simulated").decided(state, desired)
     parts = re.fullmatch(r"max\((\w+)\{(.*)\}\)", query)
-    assert parts is not None
     matchers = {name: (kind, value) for name, kind, value in re.findall(r'(\w+)(=~?)"([^"]*)"', parts[2])}
     exported = [each.labels for family in registry.collect() for each in family.samples if each.name == parts[1]]
     (own,) = [labels for labels in exported if labels["role"] == role]

@@ -109,7 +109,6 @@ async def test_the_doctor_lets_a_good_pod_start_and_stops_a_broken_one(tmp_path:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        assert process.stdout is not None
         found = (await process.stdout.read()).decode()
         assert await process.wait() == code, found
         assert (said in found) == bool(code), found
@@ -185,7 +184,6 @@ async def drained(node: LoopbackPods, client: Client, leaving: Pod) -> None:
     """As a rolling update does it: told to stop, alive until its streams are over, ready no more."""
     streams = [Stream(client, [number, number + 1], 400) for number in range(6)]
     await asyncio.gather(*(stream.reached(3) for stream in streams))
-    assert leaving.process is not None
     leaving.process.send_signal(signal.SIGTERM)
 
     async def unready() -> bool:
@@ -219,7 +217,6 @@ async def helm_test(node: LoopbackPods, folder: Path) -> None:
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | env,
     )
-    assert process.stdout is not None
     said = (await process.stdout.read()).decode()
     assert await process.wait() == 0, said
     assert "1 finished" in said

@@ -43,7 +43,6 @@ async def page_of(url: str, folder: Path) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
-    assert process.stdout is not None
     document = (await process.stdout.read()).decode()
     await process.wait()
     return document

@@ -55,8 +55,6 @@ class Engine:
         return self.moved
 
     def _ask(self) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write("settle\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())

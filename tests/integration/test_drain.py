@@ -66,7 +66,6 @@ class ServiceAddress:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        assert task is not None
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
         host, _, port = self.ready[next(self._turns) % len(self.ready)].rpartition(":")

@@ -410,7 +410,6 @@ async def test_requests_of_a_gateway_count_in_reports_of_a_server(folder: Path) 
             for call, gateway in zip(calls, [*gets, asks], strict=True):
                 await drive(call, gateway)
             load = joined.worker.load
-            assert load is not None
             assert (load.running, load.decoding) == (3, 0)
             assert load.queued_prefill_tokens > 10
             assert not joined.worker.unreported_decodes
@@ -418,7 +417,6 @@ async def test_requests_of_a_gateway_count_in_reports_of_a_server(folder: Path) 
                 await drive(call, gateway, responds=True)
         await is_over(site)
         load = joined.worker.load
-        assert load is not None
         assert (load.running, load.decoding, load.queued_prefill_tokens) == (0, 0, 0)
         hits = site.model.fleet.hits(keys_of(site, WORDS))
         assert hits.held.tolist() == [6]  # it has no events, so what it was sent counts as cached

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import DeadlineExceeded, ServiceError, Unavailable
+from cluster.errors import ServiceError, Unavailable
 from cluster.network.mux import Channel
 from cluster.network.mux_stream import MuxStream
 from engine.model.model_dir import ModelDir
@@ -35,10 +35,8 @@ from support.processes import (
     kill_engine,
     kill_front,
     kill_worker,
-    lending,
     named,
     pause,
-    report_of,
     running,
     state_of,
     until,
@@ -168,67 +166,6 @@ async def test_a_decode_worker_that_hangs_and_wakes(model, cluster_of, audit) ->
         await audit(alive(cluster))
 
 
-# ------------------------------------------------------------------------------------------ lenders that fail
-
-
-async def test_lenders_that_hang_wake_and_die_in_mid_loan(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
-    """A failed loan costs a recompute; what the lender does later harms nobody."""
-    lengths = (1600, 1200, 800)
-    async with running(cluster_of(model, router=LENDER_ALWAYS, **SIM, peer_silence_s=4.0)) as (cluster, client):
-
-        def start(salt: str) -> list[Stream]:
-            return [Stream(client, prompt_of(n, length), 12, cache_salt=salt) for n, length in enumerate(lengths)]
-
-        (lender,) = cluster.prefill
-        undisturbed = await finished(start("undisturbed"))
-        for stream, length in zip(undisturbed, lengths, strict=True):
-            assert stream.receipt.kv.moved_blocks == (length - 1) // BLOCK
-            assert not stream.receipt.kv.loan_failure
-
-        engine = engine_of(lender)
-        streams = start("hangs")
-        await lending(lender, num_loans=3, num_blocks=20)
-        await pause(engine)
-        assert_equal_answers(await finished(streams), undisturbed)
-        for stream in streams:
-            assert "silent for" in stream.receipt.kv.loan_failure
-            assert stream.receipt.placement.attempt == 1
-            assert stream.receipt.kv.computed_blocks > 0
-        await audit([worker.address for worker in cluster.decode])  # nothing quarantined
-
-        os.kill(engine, signal.SIGCONT)
-        await audit(alive(cluster))
-        again = await finished(start("woken"))
-        assert_equal_answers(again, undisturbed)
-        assert all(stream.receipt.kv.moved_blocks and not stream.receipt.kv.loan_failure for stream in again)
-        await audit(alive(cluster))
-
-        streams = start("dies")
-        await lending(lender, num_loans=3, num_blocks=20)
-        kill_worker(lender)
-        assert_equal_answers(await finished(streams), undisturbed)
-        for stream in streams:
-            assert stream.receipt.kv.loan_failure
-            assert stream.receipt.placement.attempt == 1
-        await lender.process.wait()
-        await workers_joined(client, 0, 1)
-        await audit(alive(cluster))
-
-        # And without any lender left, everything is computed where it is decoded.
-        alone = await finished(start("alone"))
-        assert_equal_answers(alone, undisturbed)
-        assert not any(stream.receipt.placement.lender for stream in alone)
-
-        cluster.prefill.remove(lender)
-        restarted = await cluster.add_worker("prefill_worker", cluster.topology.prefill[0])
-        cluster.engines.append(engine_of(restarted))
-        await workers_joined(client, 1, 1)
-        lent = await finished(start("restarted"))
-        assert_equal_answers(lent, undisturbed)
-        assert any(stream.receipt.kv.moved_blocks for stream in lent), "a slow lender's blocks may be computed instead"
-        await audit(alive(cluster))
-
-
 # -------------------------------------------------------------------------------------------- clients that go
 
 
@@ -262,20 +199,6 @@ async def test_cancelled_at_any_moment_nothing_stays_held(model, cluster_of, aud
         assert_equal_answers(await finished([after]), undisturbed)
 
 
-async def test_a_deadline_in_mid_stream(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
-    hopeful = LENDER_ALWAYS | {"prefill_tokens_per_s": 1e6, "learn_rates": False}  # else it is refused on arrival
-    slow = SIM | {"sim_prompt_token_us": 500.0}
-    async with running(cluster_of(model, router=hopeful, **slow)) as (cluster, client):
-        decoding = Stream(client, prompt_of(2, 10), 5000, timeout_s=0.7)  # less than a block: nothing to borrow
-        borrowing = Stream(client, prompt_of(1, 6000), 5, timeout_s=0.7)
-        for stream in (borrowing, decoding):
-            with pytest.raises(DeadlineExceeded):
-                await stream.task
-        assert decoding.token_ids
-        assert not borrowing.token_ids
-        await audit(alive(cluster))
-
-
 # ------------------------------------------------------------------------------------------- the router itself
 
 
@@ -304,25 +227,6 @@ async def test_the_router_dies_and_comes_back(model, cluster_of, audit) -> None:
         again = Stream(client, prompt_of(1, 300), 20, cache_salt="undisturbed")
         assert_equal_answers(await finished([again]), undisturbed)
         assert again.receipt.kv.reused_blocks == 300 // BLOCK
-        await audit(alive(cluster))
-
-
-async def test_workers_are_stopped_while_they_serve(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
-    """SIGTERM, as a rolling update sends it: the streams go on elsewhere and the process ends well."""
-    async with running(cluster_of(model, decode=2, router={}, **SIM)) as (cluster, client):
-
-        def start(salt: str) -> list[Stream]:
-            return [Stream(client, prompt_of(seed, 100), 300, cache_salt=salt) for seed in range(4)]
-
-        undisturbed = await finished(start("undisturbed"))
-        streams = start("disturbed")
-        await asyncio.gather(*(stream.reached(10) for stream in streams))
-        workers = [named(cluster, name) for name in ("decode-0", "decode-1")]
-        (leaving, *_) = [worker for worker in workers if (await report_of(worker.address)).requests]
-        await stop_process(leaving.process)
-        assert leaving.process.returncode == 0
-        assert_equal_answers(await finished(streams), undisturbed)
-        assert 2 in [stream.receipt.placement.attempt for stream in streams]
         await audit(alive(cluster))
 
 

@@ -38,8 +38,7 @@ async def test_a_batch_gives_each_its_own_result_and_its_own_error(model: Path, 
         results = {result.index: result async for result in client.generate_batch(requests, max_concurrent=8)}
         assert sorted(results) == list(range(30))
         wrong = error_of(results[7])
-        assert isinstance(wrong, InvalidRequest)
-        assert wrong.field == "token_ids"
+        assert (type(wrong), wrong.field) == (InvalidRequest, "token_ids")
         assert [len(results[9].choices), len(results[3].choices)] == [3, 1]
         assert [results[number].finish.usage.completion_tokens for number in (9, 3)] == [12, 4]
         alone = (await finished([Stream(client, list(range(3, 43)), 4)]))[0]

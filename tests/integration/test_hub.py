@@ -201,7 +201,6 @@ async def test_a_worker_that_is_told_to_stop_in_a_download_leaves_no_half_file(h
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
-    assert process.stdout is not None
 
     await until(half_is_there(hub), "the weights are on their way")
     process.send_signal(signal.SIGTERM)
@@ -247,8 +246,6 @@ for number in range(10**9):
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        assert process.stdin is not None
-        assert process.stdout is not None
         assert process.stdout.readline() == b"begun\n"
         process.stdin.close()
         process.wait()

@@ -1,5 +1,5 @@
 """Who lends to whom, over real processes, gRPC and NIXL: decode workers lend what they decoded, prefill workers read
-from others what they lack, and what the pool evicted comes back from host memory and disk.
+from others what they lack, and what the pool evicted comes back from host memory.
 
 The sim engine's tokens are hashes of the KV that was read, so equal tokens mean equal KV.
 """
@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from support.processes import LENDER_ALWAYS, Stream, until
 from tandem.client import Client
@@ -85,24 +83,6 @@ async def test_a_decode_worker_lends_what_it_decoded(model: Path, cluster_of: An
         await audit([worker.address for worker in cluster.workers])
 
 
-async def test_a_prefill_worker_reads_the_history_from_who_decoded_it(
-    model: Path, cluster_of: Any, ask: Any, audit: Any
-) -> None:
-    cluster = only_reading(cluster_of(model, prefill=1, decode=2, router=LENDER_ALWAYS, **SIM))
-    async with cluster, Client(cluster.address) as client:
-        prompt = tokens(3, 10 * BLOCK)
-        first = await ask(client, prompt, max_tokens=20 * BLOCK)
-        history = [*prompt, *first.token_ids, *tokens(4, 12 * BLOCK)]
-        await would_read(client, history, 29, lender="prefill-0", source=first.placement.decode_worker)
-        second = await ask(client, history, max_tokens=8)
-        assert second.placement.lender == "prefill-0"
-        assert second.placement.source == first.placement.decode_worker, second.placement.reason
-        alone = await ask(client, history, max_tokens=8, cache_salt="alone")
-        assert second.token_ids == alone.token_ids
-        assert second.kv.loan_failure == ""
-        await audit([worker.address for worker in cluster.workers])
-
-
 async def test_what_a_lender_fetched_is_in_the_receipt(model: Path, cluster_of: Any, ask: Any, audit: Any) -> None:
     """A third worker decodes the next turn: its lender reads the history from the one that decoded it."""
     cluster = only_reading(cluster_of(model, prefill=1, decode=2, router=LENDER_ALWAYS, **SIM))
@@ -166,40 +146,3 @@ async def test_a_lender_brings_back_what_it_evicted(model: Path, cluster_of: Any
         assert second.kv.lender_fetched_blocks > 150, second.kv
         assert second.token_ids == first.token_ids
         await audit([worker.address for worker in cluster.workers])
-
-
-@pytest.mark.parametrize("is_corrupt", [False, True])
-async def test_the_disk_outlives_the_worker_and_is_never_a_wrong_token(
-    model: Path, cluster_of: Any, ask: Any, audit: Any, tmp_path: Path, is_corrupt: bool
-) -> None:
-    """A corrupt one costs a recompute."""
-    settings = TIERED | {"kv_disk_dir": tmp_path, "kv_disk_mib": 8}
-    prompt = tokens(30, 200 * BLOCK + 1)
-    cluster = cluster_of(model, prefill=0, decode=1, **settings)
-    async with cluster, Client(cluster.address) as client:
-        first = await ask(client, prompt, max_tokens=4)
-        await fill(client, ask, range(31, 34))
-    if is_corrupt:
-        spoil(tmp_path)
-    cluster = cluster_of(model, prefill=0, decode=1, **settings)
-    async with cluster, Client(cluster.address) as client:
-        second = await ask(client, prompt, max_tokens=4)
-        assert second.token_ids == first.token_ids
-        if is_corrupt:
-            assert second.kv.mismatched_blocks > 0
-            assert "corrupted" in second.kv.restore_failure
-            assert second.kv.loan_failure == ""
-            assert second.kv.restored_blocks < 200
-            third = await ask(client, prompt, max_tokens=4)
-            assert third.token_ids == first.token_ids
-        else:
-            assert second.kv.restored_blocks == 200, second.kv
-        await audit([worker.address for worker in cluster.workers])
-
-
-def spoil(directory: Path) -> None:
-    """Flip a bit in the middle of every third block."""
-    for path in sorted(directory.glob("*/[0-9a-f]*"))[::3]:
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 4
-        path.write_bytes(content)

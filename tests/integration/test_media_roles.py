@@ -30,7 +30,6 @@ def cluster_of(folder: Path, **values: object) -> LocalCluster:
 async def test_a_cluster_reads_pictures_by_its_own_preprocessor(tmp_path: Path) -> None:
     async with cluster_of(tmp_path) as cluster:
         role = cluster.preprocessor
-        assert role is not None
         (child,) = children_running(role.pid, "preprocessor.child")
         url = f"data:image/png;base64,{base64.b64encode(FILE).decode()}"
         content = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}]

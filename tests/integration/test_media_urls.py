@@ -79,7 +79,6 @@ class PictureServer:
                 await asyncio.sleep(0.2)
         if path == "cut":
             await response.write(b"x" * 100)
-            assert request.transport is not None
             request.transport.abort()
             return response
         while path == "endless":

@@ -180,20 +180,6 @@ async def test_redis_is_killed_hung_and_restarted_empty_under_load(  # type: ign
         await audit(alive(cluster))
 
 
-async def test_a_router_that_comes_while_redis_is_away_is_found_when_it_is_back(  # type: ignore[no-untyped-def]
-    model, cluster_of, redis
-) -> None:
-    settings = {"redis_url": redis.url}
-    async with running(cluster_of(model, router=settings, **SIM, **settings)) as (cluster, _):
-        await redis.kill()
-        late = await cluster.add_router(RouterConfig(model=model, port=0, **settings))
-        await redis.start()
-        async with Client(late.address) as client:
-            await workers_joined(client, 1, 1)
-            await finished([Stream(client, prompt_of(1), 5)])
-
-
-@long
 async def has_worker(client: Client, worker_id: str) -> bool:
     status = await client.cluster_status()
     return any(worker.worker_id == worker_id for each in status.models for worker in each.workers)

@@ -1,4 +1,4 @@
-"""A client that stops reading, by gRPC and by HTTP: it costs the router bounded memory, and nobody else their time."""
+"""Clients of gRPC that stop reading cost the router bounded memory, and nobody else their time."""
 
 import asyncio
 import itertools
@@ -10,8 +10,7 @@ from cluster.network.rpc import media_channel
 from conftest import Ask
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
-from support.long_runs import long
-from support.openai_http import RawConnection, http_cluster
+from support.openai_http import http_cluster
 from support.processes import report_of
 from support.sim_directories import write_sim_model, write_tokenizer
 from tandem.client import Client
@@ -77,22 +76,4 @@ async def test_by_grpc(tmp_path: Path, ask: Ask, audit: Any) -> None:
             assert rest[-1].HasField("finish")
             for call in calls[1:]:
                 call.cancel()
-        await audit([worker.address for worker in cluster.workers])
-
-
-@long
-async def test_by_http(tmp_path: Path, ask: Ask, audit: Any) -> None:
-    async with cluster_of(tmp_path) as cluster:
-        async with Client(cluster.address) as warm:
-            await ask(warm, [1, 2, 3])
-        body = {"prompt": [1, 2, 3], "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
-        silent = [RawConnection(cluster.router.http_address, receive_bytes=4096) for _ in range(NUM_SILENT)]
-        try:
-            for connection in silent:
-                connection.post("/v1/completions", body)
-            assert await asyncio.to_thread(silent[0].peek)
-            assert await _all_go_on(cluster, ask) < MAX_GROWTH
-        finally:
-            for connection in silent:
-                connection.close()
         await audit([worker.address for worker in cluster.workers])

@@ -28,8 +28,6 @@ def lender(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
         env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
         text=True,
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
     yield request.param, json.loads(process.stdout.readline())["endpoint"]
     process.kill()
     process.wait()

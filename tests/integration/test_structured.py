@@ -192,8 +192,6 @@ def test_states_are_made_from_tokens_alone(model: Path) -> None:
     for token_id in token_ids:
         before = grammars.masks([known])
         again = Grammars(ModelDir.open(model)).masks([_sequence(structured, tuple(known.output_token_ids))])
-        assert before is not None
-        assert again is not None
         assert (before.bits == again.bits).all()
         assert before.bits[0][token_id // 32] >> token_id % 32 & 1
         known.token_ids.append(token_id)
@@ -244,7 +242,6 @@ def test_it_is_sampling_with_the_forbidden_tokens_impossible(model: Path, option
     for seed, row in enumerate(rows):
         row.sampling = _params(row)._replace(seed=seed)
     masks = grammars.masks(rows)
-    assert masks is not None
     allowed = torch.from_numpy(masks.bits)[:, :, None] >> torch.arange(32) & 1
     masked = logits.masked_fill(allowed.flatten(1)[:, :VOCAB] == 0, -torch.inf)
     plain = [replace(row, sampling=_params(row)._replace(structured=None)) for row in rows]
@@ -252,7 +249,6 @@ def test_it_is_sampling_with_the_forbidden_tokens_impossible(model: Path, option
     assert [token.token_id for token in got] == [token.token_id for token in sample(masked, plain, frozenset(EOS))]
     for row, token in enumerate(got):  # but log probabilities are the model's own
         own = logits[row].log_softmax(-1)
-        assert token.logprobs is not None
         assert token.logprobs.logprob == pytest.approx(float(own[token.token_id]), abs=1e-5)
         assert token.logprobs.top_token_ids == tuple(own.topk(3).indices.tolist())
 

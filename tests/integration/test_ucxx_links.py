@@ -96,7 +96,6 @@ class Borrower:
 
     def is_refused(self, answer: str) -> None:
         heard = self.heard()
-        assert heard is not None
         assert heard[0] == Kind.REFUSED
         assert answer in heard[1]
 
@@ -151,7 +150,6 @@ def test_a_borrower_who_asks_for_what_is_not_there_is_refused(
     borrower = Borrower(lender[1])
     borrower.say(pack_frame(Kind.HELLO, pack_greeting(lender[1], end.address)))
     welcome = borrower.heard()
-    assert welcome is not None
     assert welcome[0] == Kind.WELCOME
     borrower.say(said)
     borrower.is_refused(answer)
@@ -190,7 +188,6 @@ def test_a_link_that_was_cut_is_made_anew_by_the_next_read(lender: Lender, readi
     peer = reader.connect(lender[1].pack())
     reader.read(peer, [Span(0, 0, 8)]).result(TIMEOUT_S)
     for link in list(lender[0].lends):
-        assert link.control is not None
         link.control.connection.shutdown(socket.SHUT_RDWR)
     give_up_at = time.monotonic() + TIMEOUT_S
     while reader.borrows[peer].control is not None:
@@ -234,7 +231,6 @@ def test_lenders_killed_in_mid_read_leave_nothing_behind() -> None:
     try:
         for _ in range(5):
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as lender:
-                assert lender.stdout is not None
                 peer = reader.connect(json.loads(lender.stdout.readline())["endpoint"].encode())
                 pool.memory[:] = UNTOUCHED
                 reads = [reader.read(peer, [Span(0, 0, MAX_POSTED_BYTES)]) for _ in range(8)]

@@ -136,7 +136,6 @@ pytestmark.append(pytest.mark.asyncio(loop_scope="module"))
 async def link_down(site: Site, rng: random.Random) -> None:
     """The cable of a worker is out for a while."""
     pod = rng.choice(site.workers())
-    assert pod.namespace is not None
     pod.namespace.set_up(False)
     await asyncio.sleep(rng.choice([0.2, 3.0, 10.0]))
     pod.namespace.set_up(True)
@@ -173,7 +172,6 @@ async def other_address(site: Site, rng: random.Random) -> None:
 async def small_packets(site: Site, rng: random.Random) -> None:
     """The network takes packets of 1,400 bytes only, from the middle of a transfer on."""
     for pod in site.pods.pods:
-        assert pod.namespace is not None
         pod.namespace.set_mtu(1400)
 
 
@@ -196,7 +194,6 @@ async def restart(site: Site, pod: Pod) -> None:
 
 async def lose(pod: Pod, sources: list[Pod], rng: random.Random, duration_s: float | None = None) -> None:
     """Drop all that comes to a pod from others, for a while."""
-    assert pod.namespace is not None
     pod.namespace.drop_from([source.ip for source in sources])
     await asyncio.sleep(duration_s or rng.choice([0.5, 4.0, 10.0]))
     pod.namespace.drop_from([])

@@ -87,11 +87,9 @@ class Supervised:
 
     def kill(self) -> None:
         """Kill all processes of the namespace, with its first one."""
-        assert self.process is not None
         self.process.process.kill()
 
     def signal_all(self, signum: int) -> None:
-        assert self.process is not None
         for pid in descendants(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)

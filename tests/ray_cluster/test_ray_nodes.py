@@ -144,7 +144,6 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
     told: list[str] = []
 
     async def listen() -> None:
-        assert up.stdout is not None
         while line := await up.stdout.readline():
             told.append(line.decode())
 

@@ -46,7 +46,7 @@ seed logprobs top_logprobs echo logit_bias presence_penalty frequency_penalty re
 min_tokens ignore_eos user response_format guided_json guided_regex tools tool_choice parallel_tool_calls
 priority cache_salt session_id prompt_cache_key request_id timeout_ms max_ttft_ms task min_quality receipt best_of
 suffix stop_token_ids chat_template_kwargs prompt_logprobs return_token_ids beam_width length_penalty
-structured_outputs add_generation_prompt continue_final_message functions modalities audio store
+structured_outputs add_generation_prompt continue_final_message functions modalities audio store metadata
 """,
 )
 GOOD_TEXT = {"model": "simulated", "prompt": "word1 word2", "max_tokens": 3, "timeout_ms": 1500}

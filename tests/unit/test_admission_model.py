@@ -131,7 +131,6 @@ def test_service_for_its_weight_differs_by_a_constant(
         if len(served) % 7 == skipped % 7:
             add("c", 777, 1.0)
         picked = queue.pick(lambda line: line.requests[0])
-        assert picked is not None
         queue.started(picked)
         if picked.info.tenant == "c":
             continue

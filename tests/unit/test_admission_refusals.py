@@ -39,7 +39,6 @@ def test_a_predicted_miss_is_refused_at_once() -> None:
     refused = [site.ask(10, first_token_by=6) for _ in range(12)]
     refusals = [site.refusal(waiting) for waiting in refused]
     assert refusals[0] is None
-    assert refusals[-1] is not None
     error = refusals[-1].error
     assert isinstance(error, Overloaded)
     assert error.retry_after_s is not None

@@ -97,7 +97,6 @@ def test_the_worker_that_served_a_session_last_is_preferred_among_equals() -> No
     one, other = (replace(DEMAND, session=session_of("", name, "")) for name in ("one", "other"))
     alone = Decision("d1", None, False, None, 0, 20, 0, 0, 1, "")
     first = fleet.decide(one, KEYS)
-    assert first is not None
     assert (first.decode_id, first.lender_id) == ("d0", "p0"), "ties go to the first"
 
     serve(fleet, replace(first, decode_id="d1", lender_id="p1"), one, first_token=False)
@@ -106,18 +105,15 @@ def test_the_worker_that_served_a_session_last_is_preferred_among_equals() -> No
 
     serve(fleet, replace(first, decode_id="d1", lender_id="p1"), one)
     again = fleet.decide(one, KEYS)
-    assert again is not None
     assert (again.decode_id, again.lender_id) == ("d1", "p1")
     assert "served the last request of this session" in again.reason
     assert again.predicted_ttft_s == pytest.approx(first.predicted_ttft_s)
     assert first.cost_s - again.cost_s == pytest.approx(min(SHARE * first.cost_s, MOST_S))
     unlike = fleet.decide(other, KEYS)
-    assert unlike is not None
     assert (unlike.decode_id, unlike.lender_id) == ("d0", "p0")
 
     serve(fleet, alone, one)
     again = fleet.decide(one, KEYS)
-    assert again is not None
     assert (again.decode_id, again.lender_id) == ("d1", "p0"), "this time no lender computed"
 
 
@@ -127,7 +123,6 @@ def test_a_worker_that_restarted_or_left_is_not_preferred() -> None:
     serve(fleet, Decision("d1", None, False, None, 0, 20, 0, 0, 1, ""), demand)
     assert fleet.hits(KEYS, (), demand.session).last_decode == 1
     old = fleet.worker("d1")
-    assert old is not None
     restarted = pb.Hello()
     restarted.CopyFrom(old.hello)
     restarted.incarnation = b"2"
@@ -162,8 +157,6 @@ def test_the_hint_never_outweighs_more_than_its_margin(
         last_lender=len(loads) + lender if lender < 2 else -1,
     )
     without, with_hint = (place(demand, workers, hits, rates) for hits in (plain, hinted))
-    assert without is not None
-    assert with_hint is not None
     best = explain(demand, workers, hinted, rates)[0]
     full_s = best.ttft_s + best.delay_s
     assert with_hint.cost_s == best.cost_s

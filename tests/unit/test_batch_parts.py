@@ -272,7 +272,6 @@ def test_a_record_is_written_once(tmp_path: Path) -> None:
     world.batch.record(COMPLETED)
     world.batch.record(Decided(at=99, outcome="cancelled", log_bytes={}))
     facts = world.batch.facts()
-    assert facts is not None
     assert facts.decided == COMPLETED
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -292,7 +291,6 @@ def test_outputs_follow_from_the_named_parts_of_the_logs(tmp_path: Path) -> None
         late.write(encoded(2, False, b'"too late"'))
     log((2, "too late"))
     facts = world.batch.facts()
-    assert facts is not None
     decided = Decided(at=8, outcome="completed", log_bytes=log_bytes)
     facts = facts.model_copy(update={"checked": Checked(at=6, num_lines=2), "decided": decided})
     made = [make_outputs(world.batch, facts, world.files, parse, 1000, now) for now in (9, 10)]
@@ -300,7 +298,6 @@ def test_outputs_follow_from_the_named_parts_of_the_logs(tmp_path: Path) -> None
     assert made[0].output_file_id is not None
     assert made[0].error_file_id is None
     output = world.files.find(made[0].output_file_id, "somebody")
-    assert output is not None
     assert output.content.read_text() == '"first"\n"counts"\n'
     assert output.info.num_bytes == len('"first"\n"counts"\n')
     assert len(world.files.ids(None)) == 2, "the input and the output"
@@ -346,11 +343,9 @@ async def test_one_process_at_a_time_has_a_batch(tmp_path: Path) -> None:
     world = World(tmp_path, [line("a")])
     claims, others = LockClaims(), LockClaims()
     first = await claims.claim(world.batch)
-    assert first is not None
     assert await others.claim(world.batch) is None
     await first.release()
     second = await others.claim(world.batch)
-    assert second is not None
     assert await claims.claim(world.batch) is None
     await second.release()
 

@@ -10,6 +10,7 @@ from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.models.prompts.chat_template import ChatTemplate, chars_of, check_chat_fields
+from support.refusals import refusal_of
 
 SHOWS = (
     "{{ messages | tojson }}|{{ tools | tojson }}|{{ mood }}{{ bos_token }}{% if add_generation_prompt %}>{% endif %}"
@@ -82,7 +83,6 @@ def test_of_two_templates_the_one_with_tools_gets_them(tmp_path: Path) -> None:
     templates = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": "{{ tools | length }}"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     template = ChatTemplate.of(ModelDir.open(tmp_path))
-    assert template is not None
     assert template.render(asking()) == "user:hello;"
     assert template.render(asking(tools=["{}", "{}"])) == "2"
 
@@ -103,9 +103,8 @@ def test_of_two_templates_the_one_with_tools_gets_them(tmp_path: Path) -> None:
     ],
 )
 def test_refusals_name_their_field(field: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with refusal_of(field):
         ChatTemplate(SHOWS, {"bos_token": "<s>"}).render(asking(**fields))
-    assert caught.value.field == field
 
 
 def test_tools_need_a_place_and_messages() -> None:
@@ -113,6 +112,5 @@ def test_tools_need_a_place_and_messages() -> None:
         ChatTemplate(PLAIN, {}).render(asking(tools=["{}"]))
     assert caught.value.field == "tools"
     for name, value in (("tools", ["{}"]), ("chat_template_kwargs", "{}")):
-        with pytest.raises(InvalidRequest) as caught:
+        with refusal_of(name):
             check_chat_fields(pb.GenerateRequest(**{"text": "x", name: value}))  # type: ignore[arg-type]
-        assert caught.value.field == name

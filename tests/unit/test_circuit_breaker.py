@@ -38,7 +38,6 @@ def test_a_trial_that_has_its_first_token_opens_the_worker() -> None:
     fail(site, site.ask(4))
     tried, waits = site.ask(4), site.ask(4)
     worker = site.fleet.worker("d0")
-    assert worker is not None
     site.wait(FIRST_S)
     assert (site.is_running(tried), site.is_running(waits)) == (True, False)
     assert worker.failing, "it is to be seen"

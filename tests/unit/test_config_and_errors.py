@@ -18,6 +18,7 @@ from engine.model.model_dir import ModelDir
 from engine.settings import max_step_tokens, step_budget
 from router.admission.refusals import Reason, over_limit
 from router.config import RouterConfig
+from support.refusals import refusal_of
 
 
 @pytest.mark.parametrize(
@@ -36,9 +37,8 @@ from router.config import RouterConfig
     ],
 )
 def test_a_bad_setting_is_named(values: dict[str, object], field: str) -> None:
-    with pytest.raises(StartError) as caught:
+    with refusal_of(field, StartError):
         WorkerConfig.parse(values)
-    assert caught.value.field == field
 
 
 H100 = GpuDevice("NVIDIA H100 80GB HBM3", 85_029_158_912)
@@ -200,9 +200,8 @@ def test_a_bad_file_is_named(tmp_path: Path, content: str, reason: str) -> None:
 def test_what_is_no_model_directory_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ModelRefused) as caught:
+    with refusal_of("model", ModelRefused):
         ModelDir.open(tmp_path)
-    assert caught.value.field == "model"
 
 
 def test_start_errors_travel_between_processes() -> None:
@@ -218,8 +217,7 @@ def over_the_wire(error: InvalidRequest | Overloaded | Unavailable) -> Exception
 
 def test_errors_keep_their_type_and_field_across_the_wire() -> None:
     invalid = over_the_wire(InvalidRequest("sampling.top_p", "must be above 0"))
-    assert isinstance(invalid, InvalidRequest)
-    assert (invalid.field, invalid.message) == ("sampling.top_p", "must be above 0")
+    assert (type(invalid), invalid.field, invalid.message) == (InvalidRequest, "sampling.top_p", "must be above 0")
     full = over_the_wire(Overloaded("full", "max_tokens", permanent=True))
     assert isinstance(full, Overloaded)
     assert full.permanent
@@ -233,23 +231,20 @@ def test_errors_keep_their_type_and_field_across_the_wire() -> None:
 def test_a_limit_that_was_reached_is_named_across_the_wire() -> None:
     refusal = over_limit(Reason.REQUEST_RATE, "a", "5", "1 request", 0.25)
     got = over_the_wire(refusal.error)
-    assert isinstance(got, Overloaded)
-    assert got.limit == ("tenant:a", "requests_per_s: 5")
+    assert (type(got), got.limit) == (Overloaded, ("tenant:a", "requests_per_s: 5"))
     assert over_the_wire(Overloaded("full")).limit is None
 
 
 @pytest.mark.parametrize("retry_after_s", [0.0, 0.05, 12.345678901, 86_400.0, 1e8])
 def test_when_to_try_again_keeps_its_nanoseconds_across_the_wire(retry_after_s: float) -> None:
     later = over_the_wire(Overloaded("later", "tenant", retry_after_s=retry_after_s))
-    assert isinstance(later, Overloaded)
-    assert later.retry_after_s == pytest.approx(retry_after_s, abs=1e-9)
+    assert (type(later), later.retry_after_s) == (Overloaded, pytest.approx(retry_after_s, abs=1e-9))
     assert (later.message, later.field, later.permanent) == ("later", "tenant", False)
 
 
 def test_when_to_try_again_is_bounded_by_what_a_status_can_say() -> None:
     never = over_the_wire(Overloaded("never", retry_after_s=float("inf")))
-    assert isinstance(never, Overloaded)
-    assert never.retry_after_s == MAX_RETRY_AFTER_S
+    assert (type(never), never.retry_after_s) == (Overloaded, MAX_RETRY_AFTER_S)
 
 
 def test_a_status_that_there_is_not_is_an_unknown_error() -> None:

@@ -49,8 +49,7 @@ def test_only_what_is_missing_is_borrowed_and_what_was_borrowed_is_lent_on() -> 
     pair.borrower.send(lend("on", (*TWELVE, 1, 2, 3, 4), compute=False))
     start, ready = pair.borrower.receive(Starting, Announcement)
     assert start == Starting("on", 4, 4)
-    assert isinstance(ready, Announcement)
-    assert ready.fingerprints == prints(pair.borrower, ready.block_ids)
+    assert (type(ready), ready.fingerprints) == (Announcement, prints(pair.borrower, ready.block_ids))
 
 
 def test_nothing_is_borrowed_when_all_that_could_be_is_here() -> None:

@@ -138,7 +138,6 @@ def test_a_lender_that_turns_while_its_bytes_do_not_come_is_given_up_as_a_silent
     while silence.node.core.step():
         pass
     account = next(message.account for message in silence.node.said if isinstance(message, Token))
-    assert account is not None
     assert (account.moved_blocks, account.loan_failure) == (3, "")
 
 
@@ -154,7 +153,6 @@ def test_when_the_lender_has_gone_the_receipt_still_says_over_what_the_blocks_ca
     while silence.node.core.step():
         silence.node.check()
     account = next(message.account for message in silence.node.said if isinstance(message, Token))
-    assert account is not None
     assert (account.moved_blocks, account.lanes, account.loan_failure) == (1, ("slow/memory",), "the read failed")
 
 
@@ -173,8 +171,7 @@ def test_a_request_that_lost_blocks_and_finds_no_others_is_given_back(monkeypatc
     silence = Silence(monkeypatch, num_blocks=4)
     silence.loan_fails()
     (rejected,) = silence.said(Rejected)
-    assert isinstance(rejected, Rejected)
-    assert (rejected.request_id, rejected.permanent) == ("r", False)
+    assert (type(rejected), rejected.request_id, rejected.permanent) == (Rejected, "r", False)
     assert silence.closed() == ["r"]
     assert silence.block_counts() == (0, 0, 1)
     assert not silence.node.core.step()

@@ -83,7 +83,6 @@ def evicted(ranks: int, below: Below) -> Site:
 def flip(below: Below, offset: int) -> None:
     """Flip a bit of every block below the pool, at this offset within it."""
     objects = below.local or below.objects
-    assert objects is not None
     for name, stored in list(objects.stored.items()):
         damaged = bytearray(stored)
         damaged[len(stored) - LAYOUT.block_bytes + offset] ^= 1

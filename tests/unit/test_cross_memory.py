@@ -78,7 +78,6 @@ def test_what_is_read_is_there_with_its_fingerprints_and_nothing_else_changes(
     said = attached(mapped).read(spans, folding if folds else None)
     assert np.array_equal(raw, expected)
     if folds:
-        assert said is not None
         assert said.tolist() == found
     else:
         assert said is None
@@ -189,10 +188,8 @@ def test_a_process_that_has_ended() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
-        assert child.stdout is not None
         said = ProcessAddress.parse(json.loads(child.stdout.readline()))
         process, own = attach(said), np.zeros(16, np.uint8)
-        assert process is not None
         process.read([Span(own.ctypes.data, said.secret_at, 16)])
         assert own.tobytes() == said.secret
         child.kill()

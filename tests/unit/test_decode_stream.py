@@ -158,8 +158,7 @@ async def test_each_gets_its_own_and_no_other(wire: Wire, link: DecodeStream) ->
     await settle()
     assert readers["a"].failure is None
     failure = readers["b"].failure
-    assert isinstance(failure, InvalidRequest)
-    assert failure.field == "sampling"
+    assert (type(failure), failure.field) == (InvalidRequest, "sampling")
     assert all(attempt.closed for attempt in wire.attempts.values())
     assert link.idle
 
@@ -167,8 +166,7 @@ async def test_each_gets_its_own_and_no_other(wire: Wire, link: DecodeStream) ->
 async def test_refusals_and_mistakes_end_their_request_only(wire: Wire, link: DecodeStream) -> None:
     refused, broken, good = (Reader(link, name) for name in ("refused", "bug", "good"))
     await settle()
-    assert isinstance(refused.failure, Overloaded)
-    assert refused.failure.retry_after_s == 1.5
+    assert (type(refused.failure), refused.failure.retry_after_s) == (Overloaded, 1.5)
     assert type(broken.failure) is ServiceError
     wire.attempts["good"].say(1)
     await settle()
@@ -258,8 +256,7 @@ async def test_what_is_no_request_and_mistakes_in_the_middle_end_their_request_o
     wire.attempts["broken"].on_news()
     await settle()
     refusal = from_proto(status_pb2.Status.FromString(ends[0]))
-    assert isinstance(refusal, InvalidRequest)
-    assert refusal.field == "request"
+    assert (type(refusal), refusal.field) == (InvalidRequest, "request")
     assert type(broken.failure) is ServiceError
     assert wire.attempts["broken"].closed
     wire.attempts["good"].say(1)

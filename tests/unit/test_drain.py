@@ -125,7 +125,6 @@ def test_a_draining_worker_gets_nothing_but_can_be_read() -> None:
     workers = workers_of(d0=True, d1=False, p0=True)
     hits = Hits.of(workers, {"d0": 6, "p0": 2})
     decision = place(DEMAND, workers, hits, rates)
-    assert decision is not None
     assert (decision.decode_id, decision.lender_id, decision.lender_computes) == ("d1", "d0", False)
     candidates = explain(DEMAND, workers, hits, rates)
     assert {candidate.decode_id for candidate in candidates} == {"d1"}

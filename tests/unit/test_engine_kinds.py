@@ -122,8 +122,7 @@ def settings(**values: object) -> WorkerConfig:
 @pytest.mark.usefixtures("installed")
 def test_settings_of_an_engine_of_another_package_are_its_own() -> None:
     config = settings(abacus_rows=5)
-    assert isinstance(config, AbacusConfig)
-    assert (config.abacus_rows, config.block_tokens, config.kind) == (5, 4, KIND)
+    assert (type(config), config.abacus_rows, config.block_tokens, config.kind) == (AbacusConfig, 5, 4, KIND)
     assert settings(block_tokens=8).block_tokens == 8
     assert WorkerConfig.from_command_line("w", to_overrides(config)) == config, "as a launcher starts it"
     assert pickle.loads(pickle.dumps(EngineSpec(config, "decode", "a"))).config == config, "as a front sends it"

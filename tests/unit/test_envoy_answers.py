@@ -32,7 +32,6 @@ def place(lends: bool) -> tuple[ActivePlacement, Decision]:
         worker = fleet.joined(membership_pb2.Hello(worker_id=name, role=role, model_fingerprint=b"m"))
         fleet.reported(worker, membership_pb2.LoadReport(available_blocks=100, num_blocks=100))
     decision = fleet.decide(DEMAND, [])
-    assert decision is not None
     assert (decision.lender_id == "p") is lends
     return fleet.placed(decision, DEMAND, []), decision
 
@@ -90,7 +89,6 @@ def test_what_is_predicted_is_at_most_what_is_usable() -> None:
 def test_a_lender_changes_nothing_else(values: dict[str, Any], end: str, indent: int) -> None:
     body = (json.dumps(values, indent=indent or None) + end).encode()
     edited = with_lender(body, values, "http://10.0.0.7:8000")
-    assert edited is not None
     assert json.loads(edited) == values | {"kv_transfer_params": {"lender": "http://10.0.0.7:8000"}}
     start = body.rindex(b"}")
     assert edited.startswith(body[:start])

@@ -29,13 +29,7 @@ from sizing.models.model_shape import ModelShape
 H100 = Device("H100", 80e9)
 
 
-def shape_named(name: str) -> ModelShape:
-    shape = known_shape(name)
-    assert shape is not None
-    return shape
-
-
-LLAMA_8B, LLAMA_70B = shape_named("llama-3.1-8b"), shape_named("llama-3.1-70b")
+LLAMA_8B, LLAMA_70B = known_shape("llama-3.1-8b"), known_shape("llama-3.1-70b")
 
 
 def worker(
@@ -47,7 +41,6 @@ def worker(
 
 
 def need_of(fit: Fit) -> tuple[float, float, float, float]:
-    assert fit.need is not None
     return fit.need.weights, fit.need.kv, fit.need.step, fit.need.reserve
 
 
@@ -65,7 +58,6 @@ def test_8b_in_bfloat16_on_one_h100() -> None:
     assert need_of(fit) == (weights, 51_539_607_552, layer + logits, GPU_RESERVE)
     assert fit.left == 80e9 - 72_053_789_696
     assert fit.fits
-    assert fit.need is not None
     assert fit.need.in_words() == "weights 16.1 GB + KV 51.5 GB + step 2.5 GB + reserve 2.0 GB = 72.1 GB"
 
 
@@ -149,12 +141,12 @@ def test_a_full_context(others: dict[str, Any], token_bytes: int, tokens: int) -
 )
 def test_known_shapes_have_as_many_parameters_as_their_models(name: str, params: float) -> None:
     assert set(NAMES) & {name, name.removesuffix("-it"), name.removesuffix("-thinking")}
-    assert shape_named(name).params == pytest.approx(params * 1e9, rel=1e-3)
+    assert known_shape(name).params == pytest.approx(params * 1e9, rel=1e-3)
 
 
 def test_names_of_repositories() -> None:
-    assert replace(shape_named("meta-llama/Llama-3.1-8B-Instruct"), name="llama-3.1-8b") == LLAMA_8B
-    narrow = shape_named("Meta-Llama-3.1-70B-Instruct-FP8")
+    assert replace(known_shape("meta-llama/Llama-3.1-8B-Instruct"), name="llama-3.1-8b") == LLAMA_8B
+    narrow = known_shape("Meta-Llama-3.1-70B-Instruct-FP8")
     assert narrow.weight_bytes == pytest.approx(72.65e9, rel=1e-3)
     assert known_shape("llama-3.1-8b-mine") is None
     assert known_shape("llama-3.1-9b") is None
@@ -162,17 +154,17 @@ def test_names_of_repositories() -> None:
 
 def test_windows_and_states_in_one_context() -> None:
     """Layers with a window keep it and two steps of 8192 tokens; recurrent ones two states, never in float8."""
-    fit = check(worker(shape=shape_named("gpt-oss-120b"), engine="vllm", kv_memory_mib=5189))
+    fit = check(worker(shape=known_shape("gpt-oss-120b"), engine="vllm", kv_memory_mib=5189))
     assert fit.fits
     config = fit.worker.config()
     assert full_context_bytes(fit.worker.shape, config, H100) == 18 * 2048 * (131072 + 128 + 2 * 8192)
-    (refusal,) = check(worker(shape=shape_named("gpt-oss-120b"), engine="vllm", kv_memory_mib=5188)).refusals
+    (refusal,) = check(worker(shape=known_shape("gpt-oss-120b"), engine="vllm", kv_memory_mib=5188)).refusals
     assert refusal.startswith("kv_memory_mib: 5188 is below 5189: vLLM needs room for one full context")
     others = {"engine": "vllm", "vllm_options": {"max_model_len": 32768, "kv_cache_dtype": "fp8"}}
     config = WorkerConfig.parse({"model": "/m"} | others)
-    assert full_context_bytes(shape_named("qwen3-next-80b-a3b"), config, H100) == 12 * 1024 * 32768 + 2 * 39_518_208
+    assert full_context_bytes(known_shape("qwen3-next-80b-a3b"), config, H100) == 12 * 1024 * 32768 + 2 * 39_518_208
     config = WorkerConfig.parse({"model": "/m"})  # the torch engine keeps whole contexts in all layers
-    assert full_context_bytes(shape_named("gemma-3-27b"), config, H100) == 62 * 8192 * 131072
+    assert full_context_bytes(known_shape("gemma-3-27b"), config, H100) == 62 * 8192 * 131072
 
 
 @pytest.mark.parametrize(
@@ -188,7 +180,7 @@ def test_windows_and_states_in_one_context() -> None:
     ],
 )
 def test_memory_that_an_engine_does_not_keep(name: str, others: dict[str, Any], said: str) -> None:
-    refusals = check(worker(shape=shape_named(name), kv_memory_mib=65536, **others)).refusals
+    refusals = check(worker(shape=known_shape(name), kv_memory_mib=65536, **others)).refusals
     assert any(each.startswith(said) for each in refusals), refusals
 
 
@@ -206,7 +198,6 @@ def test_70b_on_one_h100() -> None:
         " of H100",
     )
     found = nearest(old)
-    assert found is not None
     assert found.change.settings == {"tensor_parallel": 4}
     assert found.in_words() == (
         "tensor_parallel: 4, gpus: 4 (weights 35.3 GB + KV 10.7 GB + step 2.3 GB + reserve 2.0 GB = 50.3 GB of 80.0 GB)"
@@ -224,12 +215,12 @@ def test_70b_on_one_h100() -> None:
             "tensor_parallel: 2, gpus: 2",
         ),
         (
-            worker(shape=shape_named("llama-3.1-405b"), tensor_parallel=8, kv_memory_mib=65536),
+            worker(shape=known_shape("llama-3.1-405b"), tensor_parallel=8, kv_memory_mib=65536),
             "tensor_parallel: 8, pipeline_parallel: 2, nodes: 2, gpus: 8",
         ),
         (worker(engine="torch", kv_memory_mib=20480), "engine: vllm"),
         (worker(engine="torch", kv_memory_mib=20480, kv_disk_dir="/d"), "engine: vllm"),
-        (worker(engine="torch", shape=shape_named("qwen3-32b-fp8"), kv_memory_mib=20480), "engine: vllm"),
+        (worker(engine="torch", shape=known_shape("qwen3-32b-fp8"), kv_memory_mib=20480), "engine: vllm"),
         (worker(gpus=4, kv_memory_mib=20480), "gpus: 1"),
         (worker(engine="vllm", kv_memory_mib=1024), "kv_memory_mib: 56730"),
         (worker(tensor_parallel=3, kv_memory_mib=20480), "tensor_parallel: 4, gpus: 4"),
@@ -241,7 +232,6 @@ def test_70b_on_one_h100() -> None:
 def test_the_nearest_that_fits(refused: PlannedWorker, words: str) -> None:
     assert not check(refused).fits
     found = nearest(refused)
-    assert found is not None
     assert found.in_words().partition(" (weights")[0] == words
 
 
@@ -266,13 +256,12 @@ def test_settings_that_a_worker_would_refuse(others: dict[str, Any], said: str) 
 
 
 def test_quantised_files_need_vllm() -> None:
-    narrow, host = shape_named("qwen3-32b-fp8"), Device("limits", 80e9, False)
+    narrow, host = known_shape("qwen3-32b-fp8"), Device("limits", 80e9, False)
     on_cpu = worker(host, narrow, gpus=0, kv_memory_mib=20480)
     assert check(on_cpu).refusals == (
         "engine: torch does not serve models that are saved quantised, as qwen3-32b-fp8 is: set engine: vllm",
     )
     found = nearest(on_cpu)
-    assert found is not None
     assert found.change.settings == {"engine": "vllm"}
     assert check(worker(shape=narrow, kv_memory_mib=20480)).fits
 
@@ -288,7 +277,7 @@ def test_a_cpu_worker_of_the_torch_engine() -> None:
 
 def test_ranks_beyond_the_kv_heads_hold_copies() -> None:
     """DeepSeek-V3 has one latent vector for all heads; each of eight ranks holds all of it."""
-    shape, common = shape_named("deepseek-v3"), {"model": "/m", "engine": "vllm"}
+    shape, common = known_shape("deepseek-v3"), {"model": "/m", "engine": "vllm"}
     one, eight = (WorkerConfig.parse(common | {"tensor_parallel": ranks}) for ranks in (1, 8))
     assert full_context_bytes(shape, eight) == 8 * full_context_bytes(shape, one)
     h200 = Device("H200", 141e9)
@@ -312,7 +301,7 @@ def test_ranks_beyond_the_kv_heads_hold_copies() -> None:
     ],
 )
 def test_a_models_own_draft_layers_count_where_it_drafts_by_them(settings: dict[str, Any], drafts: bool) -> None:
-    shape, common = shape_named("deepseek-v3"), {"model": "/m", "engine": "vllm"}
+    shape, common = known_shape("deepseek-v3"), {"model": "/m", "engine": "vllm"}
     assert (shape.draft_layers, shape.max_context_tokens) == (1, 163_840)
     more = full_context_bytes(shape, WorkerConfig.parse(common | settings))
     more -= full_context_bytes(shape, WorkerConfig.parse(common))
@@ -348,7 +337,6 @@ def test_flags_of_vllm_that_are_settings_count_as_settings() -> None:
     assert need_of(check(flagged.without_flags())) == need_of(check(plain))
     too_large = worker(engine="vllm", vllm_args="--kv-cache-memory-bytes 100G").without_flags()
     found = nearest(too_large)
-    assert found is not None
     assert found.in_words().startswith("kv_memory_mib: ")
     unknown = worker(engine="vllm", vllm_args="--max-model-length 8").without_flags()
     assert check(unknown).refusals == (
@@ -358,7 +346,7 @@ def test_flags_of_vllm_that_are_settings_count_as_settings() -> None:
 
 gpus = st.sampled_from([Device(gpu.name, gpu.memory_bytes) for gpu in GPUS.values()])
 hosts = st.builds(lambda gib: Device("limits", float(gib << 30), False), st.integers(1, 400))
-shapes = st.sampled_from([shape_named(name) for name in (*NAMES, "llama-3.1-70b-fp8", "qwen3-32b-fp8")])
+shapes = st.sampled_from([known_shape(name) for name in (*NAMES, "llama-3.1-70b-fp8", "qwen3-32b-fp8")])
 torch_settings = st.fixed_dictionaries(
     {"engine": st.just("torch"), "kv_memory_mib": st.one_of(st.integers(1, 400_000), st.just("auto"))},
     optional={
@@ -401,7 +389,7 @@ def test_what_a_refusal_proposes_fits(device: Device, shape: ModelShape, chosen:
 @given(gpus, st.floats(0.1, 40), st.integers(1, 400_000))
 def test_a_change_is_found_where_there_is_one(device: Device, times: float, kv_mib: int) -> None:
     """By trying all GPUs and ranks, with as much KV as they leave; thirty times 405B is too much for any."""
-    shape = shape_named("llama-3.1-405b")
+    shape = known_shape("llama-3.1-405b")
     shape = replace(shape, params=round(shape.params * times))
     given_worker = worker(device, shape, kv_memory_mib=kv_mib)
     if check(given_worker).fits:
@@ -421,7 +409,7 @@ def test_a_change_is_found_where_there_is_one(device: Device, times: float, kv_m
 
 # ------------------------------------------------------------------ stages, nodes and groups
 
-LLAMA_405B, DEEPSEEK_V3 = shape_named("llama-3.1-405b"), shape_named("deepseek-v3")
+LLAMA_405B, DEEPSEEK_V3 = known_shape("llama-3.1-405b"), known_shape("deepseek-v3")
 H200 = Device("H200", 141e9)
 
 
@@ -442,7 +430,7 @@ def test_a_worker_of_a_group_has_its_part_of_the_experts() -> None:
     assert need_of(one)[0] == DEEPSEEK_V3.weight_bytes - experts * 15 / 16
     assert need_of(one)[1] == 32768 * MIB, "each has a KV pool of its own"
     assert one.fits
-    mixtral = shape_named("mixtral-8x7b-v0.1")
+    mixtral = known_shape("mixtral-8x7b-v0.1")
     options = {"data_parallel": 2, "vllm_options": {"quantization": "fp8"}}
     narrow = check(worker(H100, mixtral, engine="vllm", kv_memory_mib=8192, **options))
     rest = mixtral.params - mixtral.embedding_params - mixtral.expert_params
@@ -482,7 +470,6 @@ def test_ranks_that_cannot_be(shape: ModelShape, gpus: int, others: dict[str, An
 
 def test_a_model_beyond_a_host_is_told_to_take_stages_on_several() -> None:
     proposal = nearest(worker(H100, LLAMA_405B, 8, engine="vllm", tensor_parallel=8, kv_memory_mib=65536))
-    assert proposal is not None
     assert {"tensor_parallel": 8, "pipeline_parallel": 2, "nodes": 2}.items() <= proposal.change.settings.items()
     assert proposal.fit.worker.gpus == 8
     assert proposal.fit.fits

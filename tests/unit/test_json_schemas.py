@@ -31,7 +31,6 @@ def schema_of(compiler: GrammarCompiler, schema: Any) -> Any:
 
 def keeps(compiler: GrammarCompiler, form: StructuredOutput, text: str) -> bool:
     """Whether a whole text keeps to a form."""
-    assert TOKENIZER is not None
     matcher = compiler.compile(compiler.prepared(form))
     tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -87,7 +86,6 @@ def test_an_output_that_began_elsewhere_goes_on(
     compiler: GrammarCompiler, begun: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar, "REPEATS_WHITESPACE", True)
-    assert TOKENIZER is not None
     form = compiler.prepared(WITH_JSON["json_schema"])
     tokens = TOKENIZER.encode(begun, add_special_tokens=False).ids
     sampling = SamplingParams(max_tokens=99, structured=form)
@@ -97,7 +95,6 @@ def test_an_output_that_began_elsewhere_goes_on(
     grammars = Grammars(MODEL)
     for text in ("1", ', "b"'):
         masks = grammars.masks([moved])
-        assert masks is not None
         assert [failure.field for failure in masks.failures.values()] == ([] if fits else [form.field])
         moved.token_ids += TOKENIZER.encode(text, add_special_tokens=False).ids
 
@@ -159,7 +156,6 @@ def test_a_name_in_both_properties_and_patterns(
     assert not any(keeps_to_schema(compiler, schema, text) for text in bad)
     for text in good:  # wherever another key may begin, some token goes on with it
         form = StructuredOutput("json_schema", (json.dumps(schema),))
-        assert TOKENIZER is not None
         matcher = compiler.compile(compiler.prepared(form))
         for token_id in TOKENIZER.encode(text, add_special_tokens=False).ids:
             assert compiler.masks([matcher]).any()

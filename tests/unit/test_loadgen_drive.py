@@ -209,13 +209,11 @@ def test_the_command_spreads_a_traces_times(tmp_path: Path, monkeypatch: pytest.
     load_of(tmp_path, [100])
     done = CliRunner().invoke(app, ["bench", str(tmp_path / "t"), "--spread", "3", "--requests", "9"])
     assert done.exit_code == 1  # nothing was served
-    assert loads[0].trace is not None
     assert loads[0].trace.window.spread_s == 3.0
 
 
 def test_what_an_http_status_means() -> None:
     overloaded = error_of(429, b'{"error": {"message": "full", "param": "tenant"}}', {"Retry-After": "3"})
-    assert isinstance(overloaded, Overloaded)
-    assert (overloaded.retry_after_s, overloaded.field) == (3.0, "tenant")
+    assert (type(overloaded), overloaded.retry_after_s, overloaded.field) == (Overloaded, 3.0, "tenant")
     assert isinstance(error_of(400, b"<html>", {}), InvalidRequest)
     assert isinstance(error_of(502, b"", {}), Unavailable)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_messages
 from router.frontend.http.body.fields import IgnoredFields
@@ -20,6 +19,7 @@ from router.frontend.openai.responses.responses import read_response, refer
 from router.models.config import ModelEntry
 from router.models.media import drop_data, sources_of
 from router.validation import MAX_MEDIA, check_media, check_names
+from support.refusals import refusal_of
 
 CALLER = Caller("somebody", "r-1")
 DATA = b"\x89PNG and more"
@@ -159,9 +159,8 @@ def test_parts_are_read_in_their_order(
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(ask: Callable[..., Generation], part: dict[str, Any], path: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with refusal_of(path):
         ask(part)
-    assert refused.value.field == path
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, PIECE_CHARS // 4 * 3, PIECE_CHARS + 1, 3 * PIECE_CHARS + 2])
@@ -179,13 +178,11 @@ def test_detail_has_no_effect_and_is_named_so() -> None:
 
 @pytest.mark.parametrize("name", ["mm_processor_kwargs", "media_io_kwargs"])
 def test_options_of_processors_are_refused(name: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with refusal_of(name):
         chat(IMAGE_URL, **{name: {"num_frames": 4}})
-    assert refused.value.field == name
     assert media_of(chat(IMAGE_URL, **{name: {}})) == [PNG]
-    with pytest.raises(InvalidRequest) as refused:
+    with refusal_of(name):
         read_completion({"prompt": "a", name: {"a": 1}}, CALLER)
-    assert refused.value.field == name
 
 
 def test_a_tools_picture_is_in_its_message() -> None:
@@ -283,9 +280,8 @@ def test_faults_of_media_are_named(request_: pb.GenerateRequest, field: str) -> 
         check_names(request_)
         check_media(request_)
 
-    with pytest.raises(InvalidRequest) as refused:
+    with refusal_of(field):
         check()
-    assert refused.value.field == field
 
 
 def test_media_are_found_in_order_and_dropped_with_their_places_kept() -> None:

@@ -52,7 +52,6 @@ def lender() -> Iterator[tuple[subprocess.Popen[str], ProcessAddress, FilePool]]
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
-        assert child.stdout is not None
         process, address, base = json.loads(child.stdout.readline())
         yield child, ProcessAddress.parse(process), FilePool(FileAddress.parse(address), base, NUM_BYTES)
 
@@ -156,7 +155,6 @@ def test_the_memory_of_a_process_that_has_ended_is_given_back() -> None:
     before = num_mapped()
     with lender() as (child, process, pool):
         attached, own = attach(process, pool), np.zeros(64, np.uint8)
-        assert attached is not None
         attached.read([Span(own.ctypes.data, pool.base + NUM_BYTES - 64, 64)])
         assert own.tolist() == [7] * 64
         assert num_mapped() == before + 1
@@ -172,7 +170,6 @@ def test_an_error_keeps_nothing_mapped() -> None:
     before = num_mapped()
     with lender() as (child, process, pool):
         attached, own = attach(process, pool), np.zeros(64, np.uint8)
-        assert attached is not None
         native = attached.native
 
         def dies(*what: Any) -> int:
@@ -210,7 +207,6 @@ def test_an_address_with_a_bad_field(field: str, value: object) -> None:
 def test_a_pool_is_in_a_file_where_there_can_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_memory(3, 4096, in_file=True)
     assert pool.memory.shape == (3, 4096)
-    assert pool.file is not None
     assert pool.memory.ctypes.data == pool.file.memory.ctypes.data
     assert pool_memory(3, 4096, in_file=False).file is None
 

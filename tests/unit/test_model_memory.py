@@ -22,19 +22,12 @@ from sizing.plan.streams import Streams
 from workloads.request import BadSetup
 from workloads.results import Slo
 
-
-def shape_named(name: str) -> ModelShape:
-    shape = known_shape(name)
-    assert shape is not None
-    return shape
-
-
 # ------------------------------------------------------------------ figures by hand
 
 
 def test_gpt_oss_120b() -> None:
     """18 layers keep all tokens, 18 the last 128; a token is 8 heads of 64 keys and 64 values of 2 bytes: 2,048."""
-    shape = shape_named("openai/gpt-oss-120b")
+    shape = known_shape("openai/gpt-oss-120b")
     assert [(group.layers, group.window) for group in shape.groups] == [(18, None), (18, 128)]
     assert shape.kv_bytes_per_token == 36 * 2048
     assert shape.kv_bytes(100) == 100 * 36 * 2048
@@ -48,7 +41,7 @@ def test_gpt_oss_120b() -> None:
 
 def test_gemma_3_27b() -> None:
     """Every sixth of 62 layers keeps all tokens, so 10; 52 keep 1,024. A token is 16 heads of 128: 8,192 bytes."""
-    shape = shape_named("google/gemma-3-27b-it")
+    shape = known_shape("google/gemma-3-27b-it")
     assert [(group.layers, group.window) for group in shape.groups] == [(10, None), (52, 1024)]
     assert shape.kv_bytes(32768) == 10 * 32768 * 8192 + 52 * 1024 * 8192 == 3_120_562_176
     assert shape.kv_bytes(1024) == 62 * 1024 * 8192
@@ -56,14 +49,14 @@ def test_gemma_3_27b() -> None:
 
 def test_qwen3_next() -> None:
     """12 layers of 2 heads of 256; 36 with a state: 3 inputs of 8,192 channels, and 32 matrices of 128 x 128."""
-    shape = shape_named("Qwen/Qwen3-Next-80B-A3B-Instruct")
+    shape = known_shape("Qwen/Qwen3-Next-80B-A3B-Instruct")
     assert [group.layers for group in shape.groups] == [12, 36]
     assert shape.kv_bytes_per_token == 12 * 2048
     state = 36 * (3 * 8192 + 32 * 128 * 128) * 2
     assert shape.state_bytes == state == 39_518_208
     assert shape.kv_bytes(32768) == 12 * 32768 * 2048 + 2 * state
     assert shape.loan_bytes(32768) == pytest.approx(12 * 32768 * 2048 + state)
-    wide = shape_named("Qwen/Qwen3.5-35B-A3B")
+    wide = known_shape("Qwen/Qwen3.5-35B-A3B")
     assert wide.state_bytes == 30 * (3 * 8192 * 2 + 32 * 128 * 128 * 4) == 64_389_120
     assert (wide.draft_layers, wide.draft_bytes_per_token) == (1, 2048)
     assert (shape.active_params / 1e9, wide.active_params / 1e9) == pytest.approx((3.2, 2.4), rel=0.01)
@@ -71,7 +64,7 @@ def test_qwen3_next() -> None:
 
 def test_deepseek_v3() -> None:
     """61 layers of 512 + 64 elements for all heads: 1,152 bytes each, as much on every rank."""
-    shape = shape_named("deepseek-ai/DeepSeek-V3")
+    shape = known_shape("deepseek-ai/DeepSeek-V3")
     assert shape.latent
     assert shape.is_uniform
     assert shape.kv_bytes_per_token == 61 * 576 * 2 == 70_272
@@ -218,7 +211,7 @@ def test_layers_that_are_not_known(change: dict[str, Any], said: str) -> None:
 def test_names_stand_for_models_where_there_is_no_such_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert named_shape(Path("openai/gpt-oss-120b")).params == shape_named("gpt-oss-120b").params
+    assert named_shape(Path("openai/gpt-oss-120b")).params == known_shape("gpt-oss-120b").params
     assert named_shape(None) == open_shape(None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt-oss-120b").mkdir()
@@ -228,7 +221,7 @@ def test_names_stand_for_models_where_there_is_no_such_directory(
 
 # ------------------------------------------------------------------ all shapes
 
-shapes = st.sampled_from([*map(shape_named, NAMES), *(shape_of("x", each) for each in (NEMOTRON_H, GRANITE, KIMI))])
+shapes = st.sampled_from([*map(known_shape, NAMES), *(shape_of("x", each) for each in (NEMOTRON_H, GRANITE, KIMI))])
 
 
 @given(shapes, st.integers(1, 200_000), st.integers(1, 200_000))
@@ -248,7 +241,7 @@ def test_a_step_reads_windows_and_states_and_no_more() -> None:
     """Memory binds on a GPU with much arithmetic: the difference of two contexts is the KV between them."""
     gpu = replace(GPUS["H100"], flops=1e20)
     for name, between in (("gpt-oss-120b", 18 * 2048), ("qwen3-next-80b-a3b", 12 * 2048), ("llama-3.1-8b", 32 * 4096)):
-        roofline = Roofline(shape_named(name), gpu)
+        roofline = Roofline(known_shape(name), gpu)
         seconds = [roofline.seconds_of(StepWork(streams=10, context_tokens=10 * each)) for each in (4096, 8192)]
         assert seconds[1] - seconds[0] == pytest.approx(10 * 4096 * between / (3.35e12 * 0.75))
         weights = roofline.model.weight_bytes_read(10) + 10 * roofline.model.kv_bytes(4096)
@@ -256,7 +249,7 @@ def test_a_step_reads_windows_and_states_and_no_more() -> None:
 
 
 def test_a_prompts_attention_ends_at_the_window() -> None:
-    shape = shape_named("gpt-oss-120b")
+    shape = known_shape("gpt-oss-120b")
     tokens, pairs = 8192, 8192 * 8193 // 2
     per_pair = 4 * 64 * 64
     assert shape.attention_flops(tokens, pairs) == 18 * per_pair * (pairs + 128 * tokens)
@@ -266,7 +259,7 @@ def test_a_prompts_attention_ends_at_the_window() -> None:
 def test_a_pool_holds_sequences_of_the_loads_length() -> None:
     load = OfferedLoad(5, 16000, 300)
     for name in ("gpt-oss-120b", "qwen3.5-35b-a3b", "gemma-3-27b"):
-        shape = shape_named(name)
+        shape = known_shape(name)
         setup = Setup(shape, GPUS["H200"], gpus=1, sequence_tokens=load.context)
         streams = Streams(Roofline(shape, GPUS["H200"]), load, setup.block_tokens)
         room = 141e9 * 0.9 - shape.weight_bytes
@@ -278,12 +271,11 @@ def test_a_pool_holds_sequences_of_the_loads_length() -> None:
 
 
 def test_a_plan_of_a_model_with_windows_shows_and_keeps_what_it_says() -> None:
-    setup = Setup(shape_named("gpt-oss-120b"), GPUS["H100"], gpus=1, slo=Slo(2.0, 0.05))
+    setup = Setup(known_shape("gpt-oss-120b"), GPUS["H100"], gpus=1, slo=Slo(2.0, 0.05))
     made = plan(setup, OfferedLoad(3, 8000, 100))
     figures = {figure.what: figure for figure in dict(sections(made))["model and load"]}
     assert figures["KV of a sequence"].how == "18 layers x 8,062 tokens x 2.0 kB + 18 layers x 128 tokens x 2.0 kB"
     assert "GPUs of a worker" not in figures
-    assert made.apart is not None
     assert isinstance(made.apart.model, DisaggregatedPlan)
     moved = 3 * (18 * 2048 * (8000 + 128)) / (made.apart.model.decode.workers * 50e9)
     assert made.apart.model.link_utilisation == pytest.approx(moved)
@@ -293,7 +285,7 @@ def test_a_plan_of_a_model_with_windows_shows_and_keeps_what_it_says() -> None:
 
 def test_a_plan_of_a_model_with_states_shows_them() -> None:
     made = plan(
-        Setup(shape_named("qwen3.5-35b-a3b"), GPUS["H200"], gpus=1, slo=Slo(2.0, 0.05)), OfferedLoad(3, 8000, 100)
+        Setup(known_shape("qwen3.5-35b-a3b"), GPUS["H200"], gpus=1, slo=Slo(2.0, 0.05)), OfferedLoad(3, 8000, 100)
     )
     figures = {figure.what: figure.how for figure in dict(sections(made))["model and load"]}
     assert figures["state"] == "30 layers x 2,146.3 kB"

@@ -85,8 +85,7 @@ async def test_an_end_is_told_to_both_sides_once_and_ends_the_channels_after() -
     server.end()
     await settle()
     assert [type(end) for end in ends] == [Overloaded, Overloaded]
-    assert isinstance(caller.ended, Overloaded)
-    assert caller.ended.retry_after_s == 1.5
+    assert (type(caller.ended), caller.ended.retry_after_s) == (Overloaded, 1.5)
     assert order == ["connection", "channel"]
 
 
@@ -233,5 +232,4 @@ async def test_a_peer_may_be_refused_when_it_connects_and_channels_that_nobody_e
     await settle()
     server.mux.open(b"surprise")
     await settle()
-    assert isinstance(caller.ended, InvalidRequest)
-    assert caller.ended.field == "channel"
+    assert (type(caller.ended), caller.ended.field) == (InvalidRequest, "channel")

@@ -20,6 +20,7 @@ from router.frontend.openai_files.lines import LineApplication
 from router.security.api_keys import ApiKeys, Principal
 from support.api_keys import keys_file
 from support.batch_runs import ENDPOINT, link
+from support.refusals import refusal_of
 
 BODY = {"input_file_id": "file-1", "endpoint": "/a", "completion_window": "24h"}
 EXPIRY = {"anchor": "created_at", "seconds": 3600}
@@ -49,9 +50,8 @@ def test_a_batch_with_everything() -> None:
     ],
 )
 def test_a_wrong_field_of_a_batch_is_named(field: str, change: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with refusal_of(field):
         read_batch_form(BODY | change, ["/a"])
-    assert refused.value.field == field
 
 
 def test_fields_of_an_upload() -> None:
@@ -66,9 +66,8 @@ def test_fields_of_an_upload() -> None:
         ("expires_after.seconds", {"purpose": "batch"} | expiry | {"expires_after[seconds]": "soon"}),
         ("expires_after.anchor", {"purpose": "batch", "expires_after[seconds]": "7200"}),
     ):
-        with pytest.raises(InvalidRequest) as refused:
+        with refusal_of(field):
             read_upload_form(form)
-        assert refused.value.field == field
 
 
 def test_pages() -> None:
@@ -82,9 +81,8 @@ def test_pages() -> None:
     assert read_page({}, 20, 100) == PageQuery(20, "")
     assert read_page({"limit": "100", "after": "a", "order": "asc"}, 20, 100) == PageQuery(100, "a", newest_first=False)
     for field, query in (("limit", {"limit": "101"}), ("limit", {"limit": "-1"}), ("order", {"order": "up"})):
-        with pytest.raises(InvalidRequest) as refused:
+        with refusal_of(field):
             read_page(query, 20, 100)
-        assert refused.value.field == field
 
 
 # ------------------------------------------------------------------ multipart
@@ -177,7 +175,6 @@ async def test_a_line_has_the_tenant_and_the_permissions_that_its_key_has_now(tm
         assert (status, caller) == (refused, None)
     unkeyed = OnBehalf(tenant="\u00e9\n", key="", deadline_s=1.0)
     _, _, caller = await asked(ApiKeys(), unkeyed)
-    assert caller is not None
     assert caller.tenant == "\u00e9\n", "whatever a tenant is called"
 
 

@@ -16,6 +16,7 @@ from router.frontend.openai.completions import read_completion
 from router.frontend.openai.request import ApiRequest
 from router.frontend.openai.responses.responses import read_response
 from router.security.api_keys import ApiKeys
+from support.refusals import refusal_of
 
 CALLER = Caller("somebody", "r-1")
 USER: Any = {"role": "user", "content": "hello"}
@@ -114,9 +115,8 @@ def test_null_content_of_an_assistant_and_of_a_tool_is_empty() -> None:
 @pytest.mark.parametrize("role", ["user", "system", "developer"])
 def test_null_content_of_anybody_else_is_refused(role: str) -> None:
     for read, name in ((read_chat, "messages[0]"), (read_response, "input[0]")):
-        with pytest.raises(InvalidRequest) as caught:
+        with refusal_of(f"{name}.content"):
             read({name.partition("[")[0]: [{"role": role, "content": None}]}, CALLER)
-        assert caught.value.field == f"{name}.content"
 
 
 def test_what_tool_choice_does() -> None:
@@ -198,9 +198,8 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("field", "change"), BAD_CHATS)
 def test_a_bad_chat_names_its_field(field: str, change: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with refusal_of(field):
         chat(**change)
-    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
@@ -220,6 +219,7 @@ def test_a_bad_chat_names_its_field(field: str, change: dict[str, Any]) -> None:
         ("logprobs", True),
         ("stream", 1),
         ("prompt", None),
+        ("prompt", []),
         ("prompt", ["a", 1]),
         ("prompt", [[1], []]),
         ("prompt", ["a"] * 257),
@@ -233,9 +233,8 @@ def test_a_bad_chat_names_its_field(field: str, change: dict[str, Any]) -> None:
     ],
 )
 def test_a_bad_completion_names_its_field(field: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with refusal_of(field):
         completion(**{field.partition("[")[0]: value})
-    assert caught.value.field == field
 
 
 def test_a_prompt_may_be_scored_and_nothing_said() -> None:
@@ -310,17 +309,15 @@ def test_who_asks() -> None:
     assert caller_of({"x-tenant": "t", "x-request-id": "r"}, ApiKeys()) == Caller("t", "r")
     assert caller_of({}, ApiKeys()).request_id != caller_of({}, ApiKeys()).request_id
     for header, value in (("x-tenant", "x" * 257), ("x-request-id", "a\tb"), ("x-request-id", "é")):
-        with pytest.raises(InvalidRequest) as caught:
+        with refusal_of(header):
             caller_of({header: value}, ApiKeys())
-        assert caught.value.field == header
 
 
 @pytest.mark.parametrize("name", ["a\r\nset-cookie: b", "é", "\x00", "x" * 257, "😀"])
 def test_a_request_id_that_is_no_header_is_refused(name: str) -> None:
     """It comes back as one: a line's end in it would begin another."""
-    with pytest.raises(InvalidRequest) as refused:
+    with refusal_of("request_id"):
         read_completion({"prompt": "a", "request_id": name}, CALLER)
-    assert refused.value.field == "request_id"
 
 
 def test_a_prompt_cache_key_is_read_by_each_api() -> None:
@@ -330,6 +327,5 @@ def test_a_prompt_cache_key_is_read_by_each_api() -> None:
         read_response({"model": "m", "input": "hello", "prompt_cache_key": "k"}, CALLER),
     ):
         assert [request.prompt_cache_key for request in asked.requests] == ["k"]
-    with pytest.raises(InvalidRequest) as refused:
+    with refusal_of("prompt_cache_key"):
         completion(prompt_cache_key=3)
-    assert refused.value.field == "prompt_cache_key"

@@ -64,10 +64,8 @@ def test_a_term_decides_and_is_listed_by_its_name(install: Install) -> None:
     workers, rates = fleet(8)
     hits = Hits.of(workers, {})
     plain = place(DEMAND, workers, hits, rates)
-    assert plain is not None
     install(FULLNESS, "made = this_module:Fullness")
     decision = place(DEMAND, workers, hits, rates)
-    assert decision is not None
     assert (plain.decode_id, decision.decode_id) == ("d01", "d05")
     assert decision.cost_s == plain.cost_s
     listed = explain(DEMAND, workers, hits, rates)
@@ -93,7 +91,6 @@ def test_a_term_of_pairs_decides_in_a_fleet_of_so_many_that_the_bound_excludes_m
     whole = place(DEMAND, workers, hits, rates)
     with patch.multiple(costs, MANY_PAIRS=0, SAMPLE=2):
         bounded = place(DEMAND, workers, hits, rates)
-    assert whole is not None
     assert bounded == whole
     assert (whole.decode_id, whole.lender_id) == (workers.ids[10], workers.ids[39])
     assert whole.cost_s < -4

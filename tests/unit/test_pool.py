@@ -55,38 +55,6 @@ def test_blocks_come_in_order_and_return_to_the_end() -> None:
     assert one_by_one(pool, 4) == [3, 1, 0, 2]
 
 
-def test_a_promise_is_kept_or_not_given() -> None:
-    pool = BlockPool(4)
-    assert pool.reserve_with((), 3)
-    assert not pool.reserve_with((), 2)
-    assert counts(pool) == (1, 0, 3, 0)
-    pool.unreserve(2)
-    assert pool.reserve_with((), 2)
-    with pytest.raises(AssertionError):
-        pool.allocate(4)
-
-
-def test_hits_that_only_the_cache_holds_count_against_the_room() -> None:
-    pool = BlockPool(4)
-    keys = cached_chain(pool, 1, 2)
-    hits = pool.match(keys)
-    assert hits == [0, 1]
-    assert not pool.reserve_with(hits, 3), "pinning two cached blocks leaves room for two"
-    assert counts(pool) == (4, 0, 0, 0)
-    assert pool.reserve_with(hits, 2)
-    assert pool.reserve_with(hits, 0), "a second reference needs no room"
-    pool.check_integrity([hits, hits])
-
-
-def test_match_ends_at_the_first_block_that_is_missing() -> None:
-    pool = BlockPool(4)
-    cached_chain(pool, 1, 2)
-    assert pool.match(chain(1, 2, 3)) == [0, 1]
-    assert pool.match(chain(1, 9, 3)) == [0]
-    assert pool.match(chain(2, 1)) == []
-    assert pool.match([]) == []
-
-
 def test_eviction_takes_the_oldest_and_the_tail_of_a_chain_first() -> None:
     pool = BlockPool(4)
     first = cached_chain(pool, 1, 2)
@@ -98,16 +66,6 @@ def test_eviction_takes_the_oldest_and_the_tail_of_a_chain_first() -> None:
     assert pool.allocate(2) == [0, 3]
     assert pool.match(second) == [2]
     assert pool.take_events() == [Removed((first[1],)), Removed((first[0], second[1]))]
-
-
-def test_what_is_used_again_is_evicted_last() -> None:
-    pool = BlockPool(4)
-    first = cached_chain(pool, 1, 2)
-    cached_chain(pool, 7, 8)
-    pool.acquire(pool.match(first))
-    pool.release([0, 1])
-    assert pool.reserve_with((), 2)
-    assert one_by_one(pool, 2) == [3, 2]
 
 
 def test_touch_repairs_the_order_of_a_chain_released_head_first() -> None:

@@ -71,25 +71,6 @@ async def test_what_has_no_room_lets_others_pass_and_starts_at_an_end() -> None:
     assert large.done()
 
 
-async def test_priority_goes_first_and_arrival_decides_ties() -> None:
-    fleet, worker, dispatcher = make(available=0)
-    order: list[str] = []
-
-    async def wait(name: str, priority: int) -> None:
-        placed, _ = await dispatcher.place(info(priority), demand(1), [])
-        order.append(name)
-        dispatcher.ended(placed)
-
-    tasks = [asyncio.ensure_future(wait(name, priority)) for name, priority in [("a", 0), ("b", 5), ("c", 0), ("d", 5)]]
-    await settle()
-    for available in (1, 1, 1, 1):
-        fleet.reported(worker, pb.LoadReport(available_blocks=available, num_blocks=100))
-        dispatcher.kick()
-        await settle()
-    await asyncio.gather(*tasks)
-    assert order == ["b", "d", "a", "c"]
-
-
 async def test_a_full_queue_refuses() -> None:
     _, _, dispatcher = make(available=0, max_queued=1)
     waiting = asking(dispatcher, 1)

@@ -166,7 +166,6 @@ def test_the_shared_store_is_read_like_a_worker_that_starts_nothing() -> None:
     assert fleet.cache_changed(p0, in_store(0, KEYS))
     assert held(fleet) == {store: 4}
     decision = fleet.decide(DEMAND, KEYS)
-    assert decision is not None
     assert (decision.decode_id, decision.lender_id, decision.lender_computes) == ("d0", store, False)
     assert decision.hit_blocks == 4
     placed = fleet.placed(decision, DEMAND, KEYS)
@@ -194,7 +193,6 @@ def test_a_store_is_read_by_those_who_share_it_and_goes_with_the_last_of_them() 
     fleet.cache_changed(d1, in_store(0, KEYS))
     assert held(fleet) == {d1.store_id: 4}
     decision = fleet.decide(DEMAND, KEYS)
-    assert decision is not None
     assert (decision.decode_id, decision.lender_id) == ("d1", d1.store_id)
     fleet.left(d1)
     assert held(fleet) == {}

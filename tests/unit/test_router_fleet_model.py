@@ -142,7 +142,6 @@ class FleetModel(RuleBasedStateMachine):
 
     def view(self, worker: WorkerRecord) -> WorkerView:
         load, reserve = worker.load, worker.hello.reserve_output_tokens
-        assert load is not None
         unseen = [p for p in self.under_way if p.sequence > load.placements_seen.get("router", 0)]
         decodes = [p for p in unseen if p.decode is worker]
         lends = [p for p in unseen if p.lender is worker and not p.started]

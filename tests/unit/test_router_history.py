@@ -52,7 +52,6 @@ def test_a_decision_is_explained_as_it_stood_whatever_happens_afterwards() -> No
     fleet.finished(placed, public_pb.Finish(receipt=public_pb.Receipt(kv=kv, stages=stages, placement=said)), 0.5)
     fleet.left(fleet.workers[0])
     assert explain(DEMAND, fleet.snapshot, fleet.hits(KEYS), fleet.rates) != compared
-    assert placement.placement_snapshot is not None
     assert placement.placement_snapshot.candidates() == compared
     assert (compared[0].decode_id, compared[0].lender_id) == (placed.decode.worker_id, said.lender)
     assert compared[0].hit_blocks == placement.decision.hit_blocks
@@ -65,7 +64,6 @@ def test_what_may_be_taken_of_each_worker_is_kept_too() -> None:
     decision = fleet.decide(DEMAND, KEYS, room)
     assert decision is not None
     placement_snapshot = fleet.placed(decision, DEMAND, KEYS).placement_snapshot
-    assert placement_snapshot is not None
     assert {candidate.decode_id for candidate in placement_snapshot.candidates()} == {"w1"}
 
 

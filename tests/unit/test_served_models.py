@@ -19,6 +19,7 @@ from router.models.model_files import read_models
 from router.placement.demand import Demand
 from router.request_path.preprocess import Preprocessor
 from router.security.api_keys import Principal
+from support.refusals import refusal_of
 from support.served_models import TEXT, arrival_of, hello_of, join, served, staffed
 from support.sim_directories import write_sim_model, write_tokenizer
 
@@ -27,9 +28,8 @@ from support.sim_directories import write_sim_model, write_tokenizer
 
 def test_one_model_or_several(byte_model: Path) -> None:
     for values in ({}, {"model": byte_model, "models": [{"path": byte_model}]}):
-        with pytest.raises(StartError, match="set either model, for one, or models, for several") as caught:
+        with refusal_of("model", StartError, match="set either model, for one, or models, for several"):
             RouterConfig.parse(values)
-        assert caught.value.field == "model"
     (only,) = read_models(RouterConfig(model=byte_model))
     assert only.name == "bytes"
 
@@ -73,12 +73,10 @@ def test_models_that_cannot_be_told_apart_are_refused(
 def test_the_model_that_a_request_means(byte_model: Path, word_model: Path) -> None:
     _, models = served([{"path": byte_model}, {"path": word_model, "name": "large"}])
     named, why = models.asked_for("large")
-    assert named is not None
     assert (named.name, why) == ("large", "named by the request")
     assert models.asked_for("auto") == (None, "auto")
-    with pytest.raises(UnknownModel, match="'words' is not served here; 'bytes', 'large' are") as caught:
+    with refusal_of("model", UnknownModel, match="'words' is not served here; 'bytes', 'large' are"):
         models.asked_for("words")
-    assert caught.value.field == "model"
     with pytest.raises(InvalidRequest, match="several models are served: name one of 'bytes', 'large', or 'auto'"):
         models.asked_for("")
     for default, expected in (("large", "large"), ("auto", None)):
@@ -199,7 +197,6 @@ async def test_while_workers_are_replaced_the_caches_of_both_versions_are_known(
     demand, keys = model.needs(prompt, pb.Sampling(max_tokens=10, n=1), "salt", [prompt], False)
     assert model.fleet.hits(keys, demand.other_keys).held.tolist() == [2, 5, 3]
     decision = model.fleet.decide(demand, keys)
-    assert decision is not None
     assert (decision.decode_id, decision.hit_blocks) == ("d1", 5)
 
     lent = replace(decision, lender_id="p0", lender_computes=True)

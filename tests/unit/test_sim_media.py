@@ -48,7 +48,6 @@ def test_a_placeholder_is_what_the_tokenizer_makes_of_its_text(tmp_path: Path) -
     write_tokenizer(path, VOCAB)
     model = ModelDir.open(path)
     tokenizer = load_tokenizer(model)
-    assert tokenizer is not None
     prompt = tokenizer.encode("a<image>b").ids
     (item,) = (done := SimMediaProcessor(model).process(prompt, files("image"), LIMITS)).items
     assert len(done.token_ids) == 2 + item.length

@@ -20,13 +20,7 @@ from workloads.request import BadSetup
 H100, H200 = GPUS["H100"], GPUS["H200"]
 
 
-def shape_named(name: str) -> ModelShape:
-    shape = known_shape(name)
-    assert shape is not None
-    return shape
-
-
-LLAMA_405B, DEEPSEEK_V3 = shape_named("llama-3.1-405b"), shape_named("deepseek-v3")
+LLAMA_405B, DEEPSEEK_V3 = known_shape("llama-3.1-405b"), known_shape("deepseek-v3")
 
 
 def setup_of(shape: ModelShape, gpu: Gpu, **others: Any) -> Setup:
@@ -93,7 +87,6 @@ def test_a_model_that_fits_no_host_is_planned_with_stages() -> None:
     assert made.setup.pp == 1
     made = plan(setup_of(LLAMA_405B, H100, gpus=1, slo=replace(Setup(LLAMA_405B, H100, 1).slo, itl_s=0.1)), load)
     assert made.setup.pp == 2
-    assert made.together is not None
     workers, setup = made.together.scenario.decode, made.together.setup
     assert (setup.tp, setup.pp) == (8, 2)
     assert made.together.gpus == 16 * workers
@@ -101,8 +94,6 @@ def test_a_model_that_fits_no_host_is_planned_with_stages() -> None:
 
 def test_a_plan_with_groups_has_whole_groups_only() -> None:
     made = plan(setup_of(DEEPSEEK_V3, H200, gpus=16, dp=16), OfferedLoad(rate=40, prompt=2000, output=500))
-    assert made.together is not None
-    assert made.apart is not None
     shape = made.apart.scenario
     assert (made.together.scenario.decode % 16, shape.prefill % 16, shape.decode % 16) == (0, 0, 0)
 

@@ -26,7 +26,6 @@ def test_prefixes_that_pools_evict_come_back_from_the_store(at_once: bool) -> No
     assert len(stored.outcomes) == len(REQUESTS)
     assert hit_rate(stored) > 1.3 * hit_rate(without)
     place = stored.cluster.place
-    assert place is not None
     assert 0 < len(place.blocks) <= place.max_blocks
     index = stored.cluster.routers[0].fleet.index
     (row,) = [row for row in stored.cluster.routers[0].fleet.snapshot.ids if row.startswith("shared-store/")]
@@ -40,7 +39,6 @@ def test_a_store_too_slow_is_hardly_used_and_one_too_small_evicts() -> None:
     assert hit_rate(slow) < hit_rate(fast)
     small = Observed(POOLS, REQUESTS, store=replace(STORE, capacity_bytes=50 * LAYOUT.block_bytes))
     assert small.faults == []
-    assert small.cluster.place is not None
     assert len(small.cluster.place.blocks) <= 50
 
 

@@ -182,7 +182,6 @@ def test_log_probabilities_of_the_prompt_come_in_whole_answers() -> None:
         '"4":{"logprob":-0.5,"rank":1}},{"7":{"logprob":-0.25,"rank":1}}]}]}'
     )
     scored = prompt_scores(read_chunk(text.encode(), ""), asked, PROMPT)
-    assert scored is not None
     assert scored.logprobs == ((-1.0, (4,), (-0.5,)), (-0.25, (7,), (-0.25,)))
 
 

@@ -204,6 +204,5 @@ class TestEndable:
         with pytest.raises(ValueError, match="now"):
             await _sleep_in(Endable(), (0.0, ValueError("now")))
         task = asyncio.current_task()
-        assert task is not None
         assert task.cancelling() == 0
         await asyncio.sleep(1.0)

@@ -9,6 +9,7 @@ from engine.backends.vllm.kv.stages import Stage, StagePool, stages_of
 from engine.errors import EngineStartError
 from kvtransfer.ranks import RankGrid, part_spans
 from kvtransfer.transport import Pool
+from support.refusals import refusal_of
 
 LAYERS, HEADS, TOKENS, ELEMENTS, BLOCKS = 5, 4, 4, 8, 6
 LAYOUTS = ("LBHNC", "LBNHC", "BHLNC", "BLHNC", "BLNHC")
@@ -81,9 +82,8 @@ def test_groups_share_the_places_of_their_layers() -> None:
     assert [(stage.share, stage.planes, stage.division) for stage in alike] == [((0, 1, 3), 3, ""), ((1, 3, 3), 3, "")]
     padded = stages_of([StagePool((1, 1), 64, heads, ()), StagePool((2, 1), 128, heads, ())], True)
     assert {stage.division for stage in padded} == {""}, "the group with fewer layers ends before the other"
-    with pytest.raises(EngineStartError, match=r"have \(2, 0\), \(0, 2\) layers by group") as refused:
+    with refusal_of("pipeline_parallel", EngineStartError, match=r"have \(2, 0\), \(0, 2\) layers by group"):
         stages_of([StagePool((2, 0), 128, heads, ()), StagePool((0, 2), 128, heads, ())], True)
-    assert refused.value.field == "pipeline_parallel"
 
 
 def test_layers_of_unlike_shapes_in_one_span_are_a_layout_of_their_own() -> None:
@@ -94,6 +94,5 @@ def test_layers_of_unlike_shapes_in_one_span_are_a_layout_of_their_own() -> None
 
 def test_a_stage_without_layers_is_refused() -> None:
     pools = [StagePool((1,), 64, frozenset({"heads"}), ()), StagePool((0,), 0, frozenset(), ())]
-    with pytest.raises(EngineStartError, match="leaves stage 1 without attention layers") as refused:
+    with refusal_of("pipeline_parallel", EngineStartError, match="leaves stage 1 without attention layers"):
         stages_of(pools, True)
-    assert refused.value.field == "pipeline_parallel"

@@ -61,7 +61,6 @@ def test_the_cheapest_are_chosen_however_full_they_are(loads: list[tuple[int, in
     for number in range(len(loads)):
         one = replace(DEMAND, only=(f"d{number}",))
         decision = place(one, fleet.snapshot, fleet.hits(KEYS), fleet.rates, fleet.snapshot.num_blocks)
-        assert decision is not None
         assert (decision.decode_id,) == one.only
         costs[decision.decode_id] = decision.cost_s
     assert [costs[each] for each in chosen] == sorted(costs.values())[:count]

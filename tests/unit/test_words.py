@@ -18,8 +18,6 @@ VALUES = Path("helm/tandem/values.yaml")
 
 def _loaded() -> ModuleType:
     spec = importlib.util.spec_from_file_location("check_words", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

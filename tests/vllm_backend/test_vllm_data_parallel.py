@@ -94,7 +94,6 @@ async def test_ranks_answer_as_one_engine_does_and_lend_to_each_other(
         assert [ids(tokens) for tokens in answers] == expected[1:]
         moved = await ranks[1].answer(loan, ranks[0])
         account = moved[0].account
-        assert account is not None
         assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (4, 0, "")
         assert ids(moved) == expected_of_loan
         for rank in ranks:

@@ -36,7 +36,6 @@ async def lends(lender: RealEngine, borrower: RealEngine, number: int, num_block
     request = greedy(f"loan {number}", prompt_of(num_blocks * BLOCK + 5 + number), 4, ignore_eos=True)
     moved = await borrower.answer(request, lender)
     account = moved[0].account
-    assert account is not None
     assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (num_blocks, 0, "")
     assert account.lanes
     alone = ids(await lender.answer(request._replace(request_id=f"alone {number}")))
@@ -115,7 +114,6 @@ async def test_a_store_is_read_by_engines_of_other_shapes(model: Path, tmp_path:
             read = await reader.answer(request._replace(request_id=f"read {number}"))
             assert ids(read) == ids(written)
             account = read[0].account
-            assert account is not None
             assert (account.store_blocks, account.mismatched_blocks, account.store_failure) == (4, 0, "")
 
 
@@ -128,7 +126,6 @@ async def test_a_byte_that_changed_in_the_second_stage_is_found(model: Path) -> 
         flip_a_byte(two, damaged, rank=1)
         got = await one.answer(request, two)
         account = got[0].account
-        assert account is not None
         assert (account.moved_blocks, account.mismatched_blocks) == (2, 1)
         assert "corrupted" in account.loan_failure
         assert ids(got) == expected

@@ -57,7 +57,6 @@ async def test_v2_overlaps_steps_of_two_ranks_and_lends_both_ways(
             request = greedy(f"loan {number}", prompt_of(4 * BLOCK + 5 + number), 4, ignore_eos=True)
             moved = await borrower.answer(request, lender)
             account = moved[0].account
-            assert account is not None
             assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (4, 0, "")
             assert account.lanes
             assert ids(moved) == ids(await lender.answer(request._replace(request_id=f"alone {number}")))
@@ -75,7 +74,6 @@ async def test_a_byte_that_changed_on_the_second_rank_is_found(model: Path) -> N
         flip_a_byte(two, damaged, rank=1)
         got = await one.answer(request, two)
         account = got[0].account
-        assert account is not None
         assert (account.moved_blocks, account.mismatched_blocks) == (2, 1)
         assert "corrupted" in account.loan_failure
         assert ids(got) == expected
@@ -90,7 +88,6 @@ async def test_a_drill_corrupts_what_the_first_rank_reads(model: Path) -> None:
             two.send(CorruptReads(corrupt))
             got = await two.answer(request, one)
             account = got[0].account
-            assert account is not None
             assert (account.moved_blocks, account.mismatched_blocks) == (moved, corrupt)
             assert ids(got) == expected
 
@@ -106,7 +103,6 @@ async def test_ranks_lend_copied_heads_and_several_groups(kind: str, options: di
             request = greedy(f"loan {number}", prompt_of(6 * BLOCK + 5 + number), 8, ignore_eos=True)
             moved = await borrower.answer(request, lender)
             account = moved[0].account
-            assert account is not None
             assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (6, 0, "")
             assert ids(moved) == ids(await lender.answer(request._replace(request_id=f"alone {number}")))
         for engine in (one, two):

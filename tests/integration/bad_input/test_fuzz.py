@@ -233,6 +233,7 @@ async def _http(site: Site, chance: Random) -> str:
     assert status < 500 or status in (503, 504), f"{made.kind}: {made.content[:300]!r}: {said[:600]!r}"
     if status >= 400 and not made.content.startswith(b"HEAD"):
         error = json.loads(_body(said))["error"]
+        assert set(error) == {"message", "type", "param", "code"}, said
         assert error["message"], said
         assert error["type"], said
     return f"{made.kind} {status}"

@@ -158,25 +158,21 @@ async def test_joining_without_hello(site: Site, kind: str) -> None:
         "empty": membership_pb2.WorkerMessage(),
     }[kind]
     error = await join(site, first)
-    assert isinstance(error, InvalidRequest)
-    assert error.field == "hello"
+    assert (type(error), error.field) == (InvalidRequest, "hello")
 
 
 async def test_two_hellos(site: Site) -> None:
     error = await join(site, hello(site), hello(site))
-    assert isinstance(error, InvalidRequest)
-    assert error.field == "hello"
+    assert (type(error), error.field) == (InvalidRequest, "hello")
     async with sending(hello(site)) as address:
         error = await join(site, hello(site, stream_address=address))
-    assert isinstance(error, InvalidRequest)
-    assert error.field == "hello"
+    assert (type(error), error.field) == (InvalidRequest, "hello")
 
 
 async def test_an_event_that_says_nothing_and_one_that_is_no_message(site: Site) -> None:
     async with sending(membership_pb2.WorkerMessage()) as address:
         error = await join(site, hello(site, stream_address=address))
-    assert isinstance(error, InvalidRequest)
-    assert error.field == "load"
+    assert (type(error), error.field) == (InvalidRequest, "load")
 
     def accept(stream: MuxStream, opening: bytes) -> None:
         stream.mux.note(MALFORMED)

@@ -23,40 +23,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # ------------------------------------------------------------------------------------------- the public API
 
+# One of each check: the tables are those of tests/unit/test_router_validation.py and test_structured.py.
 SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": -(1 << 31)}, "max_tokens"),
-    ({"temperature": -0.1}, "temperature"),
     ({"temperature": float("nan")}, "temperature"),
-    ({"temperature": float("inf")}, "temperature"),
-    ({"temperature": float("-inf")}, "temperature"),
-    ({"temperature": 1e9}, "temperature"),
-    ({"top_p": 0.0}, "top_p"),
-    ({"top_p": -0.5}, "top_p"),
-    ({"top_p": 1.1}, "top_p"),
-    ({"top_p": float("nan")}, "top_p"),
-    ({"top_p": float("inf")}, "top_p"),
-    ({"top_k": -1}, "top_k"),
-    ({"logprobs": -1}, "logprobs"),
-    ({"logprobs": 21}, "logprobs"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs"),
-    ({"n": 0}, "n"),
-    ({"n": -1}, "n"),
-    ({"n": 65}, "n"),
     ({"n": 64, "max_tokens": POOL_TOKENS // 32}, "max_tokens"),
     ({"beam_width": 2}, "beam_width"),
-    ({"length_penalty": 1.0}, "length_penalty"),
-    ({"early_stopping": True}, "early_stopping"),
     ({"stop": [""]}, "stop"),
-    ({"stop": ["x"] * 17}, "stop"),
-    ({"stop": ["x" * 257]}, "stop"),
-    ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
-    ({"structured": pb.StructuredOutput()}, "structured"),
-    ({"structured": pb.StructuredOutput(regex="a", json_object=True)}, "structured"),
     ({"structured": pb.StructuredOutput(choice=[""])}, "structured.choice"),
-    ({"structured": pb.StructuredOutput(grammar="x" * 65_537)}, "structured.grammar"),
     ({"structured": pb.StructuredOutput(regex="the model has no tokenizer")}, "structured"),
 ]
 
@@ -64,8 +38,7 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("sampling", "name"), SAMPLING, ids=[f"{next(iter(s.items()))}"[:40] for s, _ in SAMPLING])
 async def test_sampling_out_of_range(site: Site, sampling: dict[str, Any], name: str) -> None:
     error = await refusal(generate(site, token_ids=GOOD, sampling=pb.Sampling(**sampling)))
-    assert isinstance(error, InvalidRequest)
-    assert error.field == f"sampling.{name}"
+    assert (type(error), error.field) == (InvalidRequest, f"sampling.{name}")
 
 
 USER = pb.ChatMessage(role="user", content="hello")
@@ -102,14 +75,12 @@ PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("fields", "name"), PROMPTS.values(), ids=PROMPTS)
 async def test_prompts_that_cannot_be_served(site: Site, fields: dict[str, Any], name: str) -> None:
     error = await refusal(generate(site, **fields))
-    assert isinstance(error, InvalidRequest)
-    assert error.field == name
+    assert (type(error), error.field) == (InvalidRequest, name)
 
 
 async def test_an_unknown_model(site: Site) -> None:
     error = await refusal(generate(site, token_ids=GOOD, model="another"))
-    assert isinstance(error, UnknownModel)
-    assert error.field == "model"
+    assert (type(error), error.field) == (UnknownModel, "model")
 
 
 async def test_the_largest_request_that_fits_the_pool_is_served(site: Site) -> None:
