@@ -123,12 +123,7 @@ def test_a_preprocessor_has_the_settings_of_the_workers(folder: Path) -> None:
     )
     topology = media_of(file)
     config = topology.preprocessor
-<<<<<<< HEAD
-    assert config is not None
     assert config.paths == {"seeing": folder / "small"}
-=======
-    assert [(each.path, each.served_name) for each in config.entries] == [(folder / "small", "seeing")]
->>>>>>> tables
     assert (config.engine, config.dtype, str(config.vllm_python), config.log_format, config.processes, config.port) == (
         *("vllm", "float32", "/v/python", "json", 1, 0),
     )
@@ -142,12 +137,7 @@ def test_a_preprocessor_has_the_settings_of_the_workers(folder: Path) -> None:
 def test_models_that_name_a_preprocessor_or_none_keep_that(folder: Path) -> None:
     models = [{"path": str(folder / "small"), "preprocessor": "a:5"}, {"path": str(folder / "large")}]
     topology = media_of(write(folder, models=models, worker={"engine": "sim"}, preprocessor={}))
-<<<<<<< HEAD
-    assert topology.preprocessor is not None
     assert list(topology.preprocessor.paths) == ["large"]
-=======
-    assert [each.path.name for each in topology.preprocessor.entries] == ["large"]
->>>>>>> tables
     (router,) = with_preprocessor(topology.routers, "b:6")
     assert [entry.preprocessor for entry in router.entries] == ["a:5", "b:6"]
     one = media_of(write(folder, models=models[1:], worker={"engine": "sim"}))
