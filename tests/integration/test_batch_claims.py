@@ -1,6 +1,7 @@
 """Which router runs a batch: leases in a real Redis, locks of real processes, and routers that die or hang."""
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from batches.storage.file_store import BatchFolder
 from cluster.errors import StartError
 from conftest import ModelFactory
 from support.batch_site import batches_pid, begin, client_of, completion, content_of, ended
+from support.long_runs import mostly_long
 from support.processes import pause, until
 from support.redis_server import RedisServer
 from tandem.local.local_cluster import LocalCluster
@@ -154,8 +156,14 @@ def runner_of(folder: Path, batch_id: str, pids: Sequence[int]) -> int:
     return number
 
 
-@pytest.mark.parametrize("of", ["router", "batches"])
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    ("fault", "of"),
+    mostly_long(
+        itertools.product((signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM), ("router", "batches")),
+        *((signal.SIGKILL, "router"), (signal.SIGSTOP, "batches"), (signal.SIGTERM, "batches")),
+    ),
+    ids=lambda value: getattr(value, "name", value),
+)
 async def test_another_router_takes_a_batch_over(
     redis: RedisServer, tmp_path: Path, sim_model: ModelFactory, fault: signal.Signals, of: str
 ) -> None:

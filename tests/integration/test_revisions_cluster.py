@@ -4,6 +4,7 @@ A sim engine's tokens are hashes of the KV that it read, and of its model's file
 tokens of neither.
 """
 
+import itertools
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from support.adapters import LLAMA, adapter_weights, write_adapter
 from support.fault_rounds import ROUNDS
-from support.long_runs import long
+from support.long_runs import mostly_long
 from support.redis_server import RedisServer
 from support.rollouts import Load, Revision, Rollout, answers, judged
 from support.sim_directories import write_sim_model, write_tokenizer
@@ -41,15 +42,9 @@ def revisions_of(kind: str, folder: Path) -> tuple[Revision, Revision]:
     return made[0], made[1]
 
 
-ALWAYS = {("tokenizer", "settings"), ("weights", "redis")}
-CASES = [
-    pytest.param(kind, found_by, marks=() if (kind, found_by) in ALWAYS else long)
-    for kind in KINDS
-    for found_by in ("settings", "redis")
-]
-
-
-@pytest.mark.parametrize(("kind", "found_by"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "found_by"), mostly_long(itertools.product(KINDS, ("settings", "redis")), ("tokenizer", "redis"))
+)
 async def test_a_rollout_of_another_revision_is_an_ordinary_upgrade(kind: str, found_by: str, tmp_path: Path) -> None:
     """No stream is lost or of two models, and no process ends by itself.
 

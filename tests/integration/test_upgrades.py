@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support.long_runs import mostly_long
 from support.processes import LENDER_ALWAYS, until
 from support.rollouts import Load, Outcome, Revision, Rollout, answers, judged
 from support.sim_directories import write_sim_model, write_tokenizer
@@ -30,7 +31,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-@pytest.mark.parametrize("direction", ["to this version", "to the version before"])
+@pytest.mark.parametrize("direction", mostly_long(["to this version", "to the version before"], "to this version"))
 async def test_versions_run_in_one_cluster_while_one_replaces_the_other(
     direction: str, before: Path, tmp_path: Path
 ) -> None:

@@ -9,5 +9,8 @@ long = pytest.mark.long
 
 
 def mostly_long(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """Of a parameter: `make test` runs those `kept`."""
-    return [value if value in kept else pytest.param(value, marks=long) for value in values]
+    """Of a parameter, or of tuples of several: `make test` runs those `kept`."""
+    return [
+        value if value in kept else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=long)
+        for value in values
+    ]

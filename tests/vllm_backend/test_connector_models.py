@@ -75,10 +75,10 @@ def test_a_kind_of_model(kind: str, tmp_path: Path) -> None:
     check_borrowed(run_pair(tmp_path, python, prompts_of(lengths), {"model": model, **options}))
 
 
-@pytest.mark.parametrize("ranks", mostly_long([(2, 1), (1, 2), (2, 2)], (2, 1)))
-def test_ranks_of_unlike_numbers(ranks: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("of_lender", "of_borrower"), mostly_long([(2, 1), (1, 2), (2, 2)], (2, 1)))
+def test_ranks_of_unlike_numbers(of_lender: int, of_borrower: int, tmp_path: Path) -> None:
     model = str(write_model("llama", tmp_path, max_position_embeddings=2048))
-    lender, borrower = ({"model": model, "tensor_parallel_size": number} for number in ranks)
+    lender, borrower = ({"model": model, "tensor_parallel_size": number} for number in (of_lender, of_borrower))
     check_borrowed(run_pair(tmp_path, PYTHON, prompts_of((300, 777)), lender, borrower))
 
 

@@ -5,8 +5,6 @@ import os
 import random
 from pathlib import Path
 
-import pytest
-
 from engine.core_types import SamplingParams
 from engine.messages.to_engine import Generate
 from kvtransfer.ranks import split_endpoint, without_planes
@@ -30,7 +28,6 @@ def requests(prefix: str) -> list[Generate]:
     return [*plain, *sampled]
 
 
-@pytest.mark.usefixtures("plain_start")
 async def test_two_ranks_answer_as_one_does_and_lend_both_ways(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path)
     cores = tuple(sorted(os.sched_getaffinity(0)))
@@ -47,14 +44,9 @@ async def test_two_ranks_answer_as_one_does_and_lend_both_ways(tmp_path: Path) -
             answers[name] = [ids(stream) for stream in streams]
         assert answers["one"] == answers["two"]
         for number, (lender, borrower) in enumerate([(two, one), (one, two)]):
-            failure = "the lender was silent"
-            for attempt in range(20):  # until this machine is not too busy for a whole loan
-                prompt = prompt_of(10 * BLOCK + 5 + 2 * attempt + number)
-                request = greedy(f"loan {number} {attempt}", prompt, 16, ignore_eos=True)
-                moved = await borrower.answer(request, lender)
-                account = moved[0].account
-                if not account.loan_failure.startswith(failure):
-                    break
+            request = greedy(f"loan {number}", prompt_of(10 * BLOCK + 5 + number), 16, ignore_eos=True)
+            moved = await borrower.answer(request, lender)
+            account = moved[0].account
             assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (10, 0, "")
             expected = await lender.answer(request._replace(request_id=f"alone {number}"))
             assert ids(moved) == ids(expected)
