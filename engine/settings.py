@@ -152,7 +152,8 @@ class CommonSettings(
     """Number of this worker in its group, from 0."""
     data_parallel_local: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Number of the group's workers that this program starts, from `data_parallel_rank` on, each as a process of its
-    own that sees the GPUs of all. `port` and `metrics_port` are the first one's, and the others take the ports that
+    own that sees the GPUs of all. `port`, `stream_port`, `loan_port` and `metrics_port` are the first one's, and the
+    others take the ports that
     follow."""
     data_parallel_address: str = "127.0.0.1"
     """Host of rank 0, where the ranks of the group meet."""

@@ -1423,7 +1423,7 @@ class KvReceipt(_message.Message):
     """Moved blocks that the lender had cached, and those that it computed for this request."""
     lender_computed_blocks: _builtins.int
     transport: _builtins.str
-    """"nixl", "local", or empty when nothing moved."""
+    """Name of the transport, such as "nixl"; empty when nothing moved."""
     loan_failure: _builtins.str
     """Reason why the loan ended before all wanted blocks were bound; empty when it did not."""
     preemptions: _builtins.int

@@ -115,8 +115,8 @@ class RouterConfig(
     line has 10 kB with ten workers and half a megabyte with a hundred; those that cannot be written fast enough are
     dropped."""
     record_texts: bool = False
-    """Whether `records_file` gets prompts, outputs and thumbnails of pictures, which the console shows too; otherwise
-    only their lengths."""
+    """Whether `records_file` gets prompts, outputs and thumbnails of pictures; otherwise only their lengths. The
+    console then shows the thumbnails."""
 
     otlp_endpoint: str = ""
     """OpenTelemetry collector for traces over gRPC: http://collector:4317. Unset: no traces. OTEL_TRACES_SAMPLER and

@@ -121,7 +121,8 @@ def page() -> Iterator[str]:
         of_any_engine = {name for names in of_engines.values() for name in names}
         rest = set(settings.model_fields) - {*basic, *of_any_engine, *shared}
         yield f"\n## {title}: basic\n\n{TABLE}" + rows(settings, basic)
-        yield f"\n## {title}: advanced\n\n{TABLE}" + rows(settings, in_order(settings, rest))
+        if rest:
+            yield f"\n## {title}: advanced\n\n{TABLE}" + rows(settings, in_order(settings, rest))
         for engine, names in of_engines.items():
             if own_names := set(names) - {*basic, *shared}:
                 yield f"\n## {title}: {engine} engine\n\n{TABLE}" + rows(settings, in_order(settings, own_names))
