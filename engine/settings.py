@@ -153,8 +153,7 @@ class CommonSettings(
     data_parallel_local: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Number of the group's workers that this program starts, from `data_parallel_rank` on, each as a process of its
     own that sees the GPUs of all. `port`, `stream_port`, `loan_port` and `metrics_port` are the first one's, and the
-    others take the ports that
-    follow."""
+    others take the ports that follow."""
     data_parallel_address: str = "127.0.0.1"
     """Host of rank 0, where the ranks of the group meet."""
     data_parallel_port: int = Field(default=29550, ge=1, le=65535)
