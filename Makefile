@@ -15,7 +15,7 @@ HELM := .helm/helm
 # Each file runs in one process, in the order of their names: files of few tests are the slow ones, and must not come last.
 # Integration tests wait for processes of theirs, so more of them run at a time.
 FILES := --dist loadfile --no-loadscope-reorder -m "not long" --durations 15 --durations-min 5
-SEVERAL := tests/e2e tests/pods tests/helm tests/package tests/integration
+SEVERAL := tests/pods tests/e2e/test_right.py tests/e2e/test_structured.py tests/helm tests/package tests/integration
 PROTOS := $(wildcard protos/*.proto)
 
 .PHONY: demo test test-busy test-slow test-package agents test-agents vllm vllm-0.33 vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-fleet bench-null bench-gpu compare compare-kv dynamo protos check-protos install clean
@@ -38,7 +38,7 @@ demo: $(INSTALLED)
 # The first group runs in parallel. Ray's tests run alone: beside others its nodes time out.
 test: $(INSTALLED)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync unit lint types docs check-protos vllm-if-on-offer
-	@$(MAKE) --no-print-directory integration ray test-vllm
+	@$(MAKE) --no-print-directory integration e2e ray test-vllm
 
 # `make test` on a busy machine, beside two processes that compute for ever; and on a slow one, where each step of an engine
 # takes three times as long. OF="unit e2e" runs these targets instead of all.
@@ -71,8 +71,8 @@ unit: $(INSTALLED)
 integration: $(INSTALLED) $(HELM)
 	$(BIN)/pytest -n 6 $(FILES) $(SEVERAL)
 
-e2e: $(INSTALLED)
-	$(BIN)/pytest -n 2 $(FILES) tests/e2e
+e2e: $(INSTALLED) $(HELM)
+	$(BIN)/pytest -n 2 $(FILES) tests/e2e/test_up.py tests/e2e/test_by_hand.py
 
 # A process of its own: Ray's test cluster leaves its traces in the one that it is made in.
 ray: $(INSTALLED)

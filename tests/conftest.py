@@ -25,7 +25,7 @@ from tandem.topology import plan_topology
 VOCAB = 500
 CONTEXT = 512
 WINDOW = 24
-PATIENCE_S = 60.0
+SILENCE_S = 60.0
 """Seconds of silence that a test's cluster takes for a busy machine; tests of silence set their own."""
 
 ModelFactory = Callable[..., Path]
@@ -150,8 +150,8 @@ def cluster_of() -> ClusterFactory:
         routers: int = 1,
         **worker: Any,
     ) -> "LocalCluster":
-        settings = {"model": model, "kv_memory_mib": 32, "peer_silence_s": PATIENCE_S} | worker
-        router_settings = {"model": model, "port": 0, "worker_silence_s": PATIENCE_S} | (router or {})
+        settings = {"model": model, "kv_memory_mib": 32, "peer_silence_s": SILENCE_S} | worker
+        router_settings = {"model": model, "port": 0, "worker_silence_s": SILENCE_S} | (router or {})
         cores = sorted(os.sched_getaffinity(0))
         return LocalCluster(plan_topology(prefill, decode, router_settings, settings, cores, routers))
 

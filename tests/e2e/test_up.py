@@ -75,7 +75,7 @@ def engines_of(model: Path) -> int:
     return sum("engine.process.engine_process" in command for command in of_this_model(model))
 
 
-def wait_until_gone(model: Path, timeout_s: float = 300) -> None:
+def wait_until_gone(model: Path, timeout_s: float = PATIENCE_S) -> None:
     give_up_at = time.monotonic() + timeout_s
     while left := of_this_model(model):
         assert time.monotonic() < give_up_at, left
@@ -95,10 +95,10 @@ def wait_until_nothing_is_new(shared_memory: set[str], timeout_s: float = 60) ->
 async def tokens_from(address: str) -> list[int]:
     """Wait for the cluster, then one request whose KV must move."""
     async with Client(address) as client:
-        give_up_at = time.monotonic() + 300
+        give_up_at = time.monotonic() + PATIENCE_S
         while True:
             try:
-                await client.wait_for_workers(1, 1, timeout_s=300)
+                await client.wait_for_workers(1, 1, timeout_s=PATIENCE_S)
                 break
             except Exception:
                 if time.monotonic() > give_up_at:
@@ -212,7 +212,7 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
             assert json.load(answer)["status"] == "ready"
         asyncio.run(batch_by(http_port))
         os.killpg(up.pid, signal.SIGINT)  # as a terminal does: the whole group
-        output = up.communicate(timeout=300)[0]
+        output = up.communicate(timeout=PATIENCE_S)[0]
     finally:
         if up.poll() is None:
             os.killpg(up.pid, signal.SIGKILL)
@@ -236,7 +236,7 @@ def test_a_repository_of_the_hub_is_served(tmp_path: Path) -> None:
     with Hub({"org/story": Served({"main": STORYTELLER})}) as hub:
         environment = ENVIRONMENT | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)}
         command = [BIN / "tandem", "up", "--worker", "kv_memory_mib=16", "--port", str(port), "--no-http", "--model"]
-        refused = subprocess.run([*command, "org/gone"], env=environment, capture_output=True, text=True, timeout=300)
+        refused = subprocess.run([*command, "org/gone"], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
         assert refused.returncode == 2
         last = refused.stderr.splitlines()[-1]
         assert last.startswith(f"error: model: no directory 'org/gone'; the Hub at {hub.url} has no repository")
@@ -248,7 +248,7 @@ def test_a_repository_of_the_hub_is_served(tmp_path: Path) -> None:
         try:
             assert asyncio.run(tokens_from(f"127.0.0.1:{port}"))
             up.send_signal(signal.SIGINT)
-            output = up.communicate(timeout=300)[0]
+            output = up.communicate(timeout=PATIENCE_S)[0]
         finally:
             up.kill()
         assert output.splitlines()[-1] == "tandem: stopped"
@@ -267,7 +267,7 @@ async def sees(address: str) -> bool:
             return False
 
 
-def seen_within(address: str, timeout_s: float = 300) -> None:
+def seen_within(address: str, timeout_s: float = PATIENCE_S) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not asyncio.run(sees(address)):
         assert time.monotonic() < give_up_at, "a chat with a picture is not answered"
@@ -305,7 +305,7 @@ def test_a_cluster_has_its_own_preprocessor_which_starts_again(tmp_path: Path) -
         ((again, _),) = preprocessors().items()
         assert again != child
         up.send_signal(signal.SIGINT)
-        output = up.communicate(timeout=300)[0]
+        output = up.communicate(timeout=PATIENCE_S)[0]
     finally:
         up.kill()
     assert output.splitlines()[-1] == "tandem: stopped"

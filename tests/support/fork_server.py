@@ -84,7 +84,7 @@ MAX_REQUEST, MAX_FDS = 1 << 20, 64
 SPAWNED = "spawn_main"
 """Program of a process that `multiprocessing` spawns."""
 HEDGE_S = 60.0
-"""Seconds of silence after which borrowers on vLLM compute blocks themselves: a lender that steps slowly on a busy
+"""Seconds of silence after which borrowers compute blocks themselves: a lender that steps slowly on a busy
 machine is not silent. Hedging has its own tests, by virtual time."""
 GIVEN = "TANDEM_FORK_SERVER_GIVEN"
 """Variable with the environment that an interpreter was started with; a script in its place may change it."""
@@ -269,6 +269,9 @@ class Server:
             roles = () if kind == "stock" else COMMANDS.values()
             for module in (*roles, *OF_KINDS[kind]):
                 import_module(module)
+        if kind != "stock":
+            borrowers: Any = import_module("loans.borrower_manager")
+            borrowers.HEDGE_AFTER_S = borrowers.HEDGE_UNMEASURED_S = HEDGE_S
         gc.collect()
         gc.freeze()
 
@@ -283,8 +286,6 @@ class Server:
         for module in WITH_ENGINES.values():
             import_module(module)
         sys.path.remove(packages)
-        borrowers: Any = import_module("loans.borrower_manager")
-        borrowers.HEDGE_AFTER_S = borrowers.HEDGE_UNMEASURED_S = HEDGE_S
 
     def serve(self, link: socket.socket) -> None:
         """Fork one process for each request until the caller is gone."""
