@@ -236,7 +236,9 @@ def test_a_repository_of_the_hub_is_served(tmp_path: Path) -> None:
     with Hub({"org/story": Served({"main": STORYTELLER})}) as hub:
         environment = ENVIRONMENT | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)}
         command = [BIN / "tandem", "up", "--worker", "kv_memory_mib=16", "--port", str(port), "--no-http", "--model"]
-        refused = subprocess.run([*command, "org/gone"], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+        refused = subprocess.run(
+            [*command, "org/gone"], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+        )
         assert refused.returncode == 2
         last = refused.stderr.splitlines()[-1]
         assert last.startswith(f"error: model: no directory 'org/gone'; the Hub at {hub.url} has no repository")
