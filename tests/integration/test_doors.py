@@ -1,6 +1,5 @@
 """Ids, stops and calls over HTTP and gRPC, as clients see them on a real cluster."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from protos import inference_pb2 as pb
-from support.openai_http import call, http_cluster, with_tools
+from support.openai_http import http_cluster, with_tools
 from tandem.client import Client
 from tandem.storyteller import STORYTELLER
 
@@ -106,13 +105,6 @@ async def test_only_allowed_tools_are_called(site: Site) -> None:
     )
     assert {item.name for item in answer.output} == {"say"}
     assert answer.tool_choice.mode == "required"
-
-
-@pytest.mark.parametrize("schema", [{"type": "array"}, {"type": "string"}])
-async def test_a_forced_call_with_parameters_that_are_no_object_is_refused(site: Site, schema: Any) -> None:
-    tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
-    status, _, body = await asyncio.to_thread(call, site.http, "/v1/chat/completions", FORCED | {"tools": [tool]})
-    assert (status, body["error"]["param"]) == (400, "tools[0].function.parameters.type")
 
 
 @pytest.mark.parametrize("stream", [False, True])
