@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from support.processes import busiest_decoder
 from tandem.client import Client
@@ -84,39 +82,3 @@ async def test_the_storyteller_keeps_to_a_schema_across_a_failover(cluster_of, a
             assert (told.token_ids, told.text) == (before.token_ids, before.text)
         assert any(told.finish is not None and told.finish.receipt.placement.attempt > 1 for told in streams)
         await audit([other.address])
-
-
-async def test_each_kind_and_each_refusal(cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
-    async with cluster_of(STORYTELLER) as cluster, Client(cluster.address) as client:
-        choice, regex, grammar, plain = await asyncio.gather(
-            tell(client, Told(), structured=pb.StructuredOutput(choice=["the fox", "the owl"])),
-            tell(client, Told(), structured=pb.StructuredOutput(regex="[A-Z][a-z]{2,8} said: [0-9]{3}")),
-            tell(
-                client, Told(), structured=pb.StructuredOutput(grammar='start: "<" W ("," W){2} ">"\nW: /[a-z]{2,5}/')
-            ),
-            tell(client, Told(), structured=None, max_tokens=20, ignore_eos=True),
-        )
-        assert choice.text in ("the fox", "the owl")
-        assert re.fullmatch("[A-Z][a-z]{2,8} said: [0-9]{3}", regex.text)
-        assert (grammar.text[0], grammar.text[-1], grammar.text.count(",")) == ("<", ">", 2)
-        assert len(plain.token_ids) == 20
-        empty_object = await tell(client, Told(), structured=pb.StructuredOutput(json_object=True), max_tokens=3)
-        assert empty_object.text.lstrip().startswith("{")
-        for bad, field_name in (
-            (pb.StructuredOutput(json_schema='{"type": "hero"}'), "json_schema"),
-            (pb.StructuredOutput(regex="(fox"), "regex"),
-            (pb.StructuredOutput(grammar="start: fox"), "grammar"),
-        ):
-            with pytest.raises(InvalidRequest) as caught:
-                await tell(client, Told(), structured=bad)
-            assert caught.value.field == f"sampling.structured.{field_name}"
-        # It compiles and can never end: the engine finds out, and ends this request alone.
-        endless, beside = await asyncio.gather(
-            tell(client, Told(), structured=pb.StructuredOutput(grammar='start: a\na: "x" a')),
-            tell(client, Told(), seed=1),
-            return_exceptions=True,
-        )
-        assert (type(endless), endless.field) == (InvalidRequest, "sampling.structured.grammar")
-        assert isinstance(beside, Told)
-        check_hero(beside)
-        await audit([worker.address for worker in cluster.workers])

@@ -226,13 +226,9 @@ async def test_batches_are_listed_by_pages(site: Site) -> None:
     ("param", "change"),
     [
         ("endpoint", {"endpoint": "/v1/models"}),
-        ("completion_window", {"completion_window": "24 hours"}),
-        ("completion_window", {"completion_window": "9999h"}),
         ("input_file_id", {"input_file_id": "file-../../x"}),
         ("metadata", {"metadata": {"a": 1}}),
         ("metadata", {"metadata": {"a": "x" * 513}}),
-        ("output_expires_after.seconds", {"output_expires_after": {"anchor": "created_at", "seconds": 1}}),
-        ("surprise", {"surprise": 1}),
     ],
 )
 async def test_a_wrong_field_of_a_batch_is_named(site: Site, param: str, change: dict[str, Any]) -> None:
@@ -251,15 +247,12 @@ async def test_wrong_uploads_are_refused_by_name(site: Site) -> None:
     assert (refused.value.status_code, refused.value.code) == (413, "file_too_large")
     form = {"content-type": "multipart/form-data; boundary=x"}
     part = b'--x\r\ncontent-disposition: form-data; name="%s"%s\r\n\r\nbatch\r\n'
-    for body, headers, said in (
-        (b"{}", {"content-type": "application/json"}, "content-type"),
-        (b"what", form, "not a multipart form"),
-        (part % (b"purpose", b""), form, "last boundary"),
-        (part % (b"purpose", b"") + b"--x--\r\n", form, "file: is missing"),
-        (part % (b"file", b'; filename="a"') * 2 + b"--x--\r\n", form, "twice"),
-        (part % (b"file", b"") + part % (b"a", b"") * 20 + b"--x--\r\n", form, "16 parts"),
+    for body, said in (
+        (part % (b"purpose", b"") + b"--x--\r\n", "file: is missing"),
+        (part % (b"file", b'; filename="a"') * 2 + b"--x--\r\n", "twice"),
+        (part % (b"file", b"") + part % (b"a", b"") * 20 + b"--x--\r\n", "16 parts"),
     ):
-        status, _, answer = await asyncio.to_thread(call, site.http, "/v1/files", body, headers)
+        status, _, answer = await asyncio.to_thread(call, site.http, "/v1/files", body, form)
         assert status == 400, answer
         assert said in answer["error"]["message"]
     assert (await site.openai.files.list()).data == before

@@ -21,7 +21,7 @@ from openai import AsyncOpenAI
 from cluster.errors import Draining, ServiceError
 from cluster.network.rpc import channel
 from protos import membership_pb2, membership_pb2_grpc
-from support.long_runs import long, mostly_long
+from support.long_runs import mostly_long
 from support.processes import (
     LENDER_ALWAYS,
     Asking,
@@ -233,27 +233,6 @@ async def test_a_lender_is_drained_under_load(model, cluster_of, audit, drain_s:
         assert after.receipt.placement.lender == "prefill-0"
         await ended(leaving)
         await workers_joined(client, 1, 1)
-        await audit(alive(cluster))
-
-
-@long
-async def test_every_worker_is_restarted_in_turn_under_load(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
-    """A rolling update. No request fails, though the router would not try any a second time."""
-    settings = SIM | {"sim_step_ms": 3.0, "drain_s": 0.3}  # the longest streams take a second and more
-    async with running(cluster_of(model, prefill=2, decode=2, router=NO_FAILURE, **settings)) as (cluster, client):
-        configs = {config.worker_id: (module, config) for module, config in cluster.topology.workers()}
-        shapes = [(seed, 40 + 60 * seed, 30 + 200 * (seed % 3)) for seed in range(6)]
-        asking = await Asking.begin(client, [(prompt_of(seed, length), count) for seed, length, count in shapes])
-        for name, (module, config) in configs.items():
-            worker = named(cluster, name)
-            worker.process.send_signal(signal.SIGTERM)
-            await ended(worker)
-            (cluster.decode if module == "decode_worker" else cluster.prefill).remove(worker)
-            cluster.engines.append(engine_of(await cluster.add_worker(module, config)))
-            await workers_joined(client, 2, 2)
-            asking.check()
-        await asking.end()
-        assert set(asking.attempts) >= {1, 2}
         await audit(alive(cluster))
 
 

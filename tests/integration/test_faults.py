@@ -10,13 +10,12 @@ import os
 import random
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.errors import ServiceError, Unavailable
+from cluster.errors import Unavailable
 from cluster.network.mux import Channel
 from cluster.network.mux_stream import MuxStream
 from engine.model.model_dir import ModelDir
@@ -26,7 +25,6 @@ from router.config import RouterConfig
 from support.fake_workers import fake_worker
 from support.ports import free_port
 from support.processes import (
-    LENDER_ALWAYS,
     Stream,
     alive,
     assert_equal_answers,
@@ -164,39 +162,6 @@ async def test_a_decode_worker_that_hangs_and_wakes(model, cluster_of, audit) ->
         assert_equal_answers(again, undisturbed)
         assert {stream.receipt.placement.decode_worker for stream in again} == {"decode-0", "decode-1"}
         await audit(alive(cluster))
-
-
-# -------------------------------------------------------------------------------------------- clients that go
-
-
-async def test_cancelled_at_any_moment_nothing_stays_held(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
-    """Queued, placed, borrowing, computing, decoding: within 2 s every block of every worker is free again."""
-    rng = random.Random(20)
-    settings = SIM | {"kv_memory_mib": 1, "sim_step_ms": 2.0}  # 8,192 tokens: some requests wait in the router
-    async with running(cluster_of(model, prefill=2, decode=2, router=LENDER_ALWAYS, **settings)) as (cluster, client):
-        keep = Stream(client, prompt_of(1000, 300), 40, cache_salt="undisturbed")
-        undisturbed = await finished([keep])
-
-        async def come_and_go(seed: int) -> None:
-            length, count = rng.choice([10, 100, 700, 1600, 2500]), rng.choice([5, 50, 500])
-            stream = Stream(client, prompt_of(seed, length), count, timeout_s=rng.choice([60.0, 60.0, 0.3]))
-            if rng.random() < 0.3:
-                with suppress(ServiceError, TimeoutError):
-                    await asyncio.wait_for(stream.reached(rng.randint(1, 4)), 2.0)
-            else:
-                await asyncio.wait([stream.task], timeout=rng.random() * 0.8)
-            await stream.cancel()
-
-        async def client_of_many(first: int) -> None:
-            for seed in range(first, first + 8):
-                await come_and_go(seed)
-
-        stays = [Stream(client, prompt_of(1000, 300), 40, cache_salt=f"stays {n}") for n in range(4)]
-        await asyncio.gather(*(client_of_many(100 * number) for number in range(6)))
-        assert_equal_answers(await finished(stays), undisturbed * 4)
-        await audit(alive(cluster))
-        after = Stream(client, prompt_of(1000, 300), 40, cache_salt="after")
-        assert_equal_answers(await finished([after]), undisturbed)
 
 
 # ------------------------------------------------------------------------------------------- the router itself

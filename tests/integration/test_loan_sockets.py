@@ -203,16 +203,6 @@ def test_one_connection_serves_both_directions() -> None:
     assert second.reason == "no room"
 
 
-def test_both_call_at_once() -> None:
-    a, b = pair()
-    loans = a.borrow(b.peer, want_of()), b.borrow(a.peer, want_of())
-    until(lambda: a.wants and b.wants, a, b)
-    a.given[0].send(STARTED)
-    b.given[0].send(STARTED)
-    until(lambda: all(loan.messages for loan in loans), a, b)
-    assert [loan.taken.endpoint for loan in loans] == [b.endpoint, a.endpoint]
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -273,15 +263,6 @@ def test_a_silent_engine_is_noticed_and_then_given_up() -> None:
     until(lambda: b.closed, b)
 
 
-def test_signs_of_life_keep_a_loan_that_waits() -> None:
-    a, b, loan = lent(silence_s=0.5)
-    began_at = a.network.now
-    until(lambda: a.network.now - began_at > 1.5, a, b)
-    assert loan.reason is None
-    assert loan.taken.quiet_s < 0.5
-    assert not b.closed
-
-
 def test_an_idle_connection_is_no_silence() -> None:
     a, b, loan = lent(silence_s=0.5)
     loan.taken.close()
@@ -304,18 +285,6 @@ def test_a_slow_reader_gets_everything_in_order() -> None:
             b.turn()
     until(lambda: len(loan.messages) == 2001, a, b)
     assert [message.first for message in loan.messages[1:]] == list(range(2000))  # type: ignore[union-attr]
-
-
-def test_a_long_announcement_is_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loans.peers.connection.MAX_FINGERPRINT_BYTES", 64)
-    a, b, loan = lent()
-    b.given[0].send(BLOCKS._replace(block_ids=tuple(range(10)), fingerprints=bytes(160)))
-    until(lambda: len(loan.messages) == 3, a, b)
-    assert [(m.first, m.block_ids) for m in loan.messages] == [  # type: ignore[union-attr]
-        (0, (0, 1, 2, 3)),
-        (4, (4, 5, 6, 7)),
-        (8, (8, 9)),
-    ]
 
 
 def test_a_want_that_no_message_holds_ends_its_loan(monkeypatch: pytest.MonkeyPatch) -> None:

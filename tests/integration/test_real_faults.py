@@ -158,10 +158,11 @@ async def test_a_borrower_is_stopped_and_wakes(who: str, model: Path, cluster_of
 
 
 async def test_a_request_is_cancelled(model: Path, cluster_of: Any) -> None:
+    """Some of them wait in the router."""
     rounds = Rounds("cancelled", model)
     async with rounds.on(cluster_of(model, decode=2, router=ROUTER, **SIM)) as cluster:
         for _ in rounds:
-            asked = [rounds.start() for _ in range(2)]
+            asked = [rounds.start() for _ in range(10)]
             await rounds.moment(0.6)
             for each in asked:
                 await each.stream.cancel()

@@ -11,6 +11,7 @@ from cluster.errors import Incompatible, InvalidRequest, RevisionGone, ServiceEr
 from protos import inference_pb2 as pb
 from support.fault_rounds import ROUNDS
 from support.processes import until
+from support.refusals import refusal_of
 from support.rollouts import Revision, Rollout
 from support.sim_cluster_model import SimClusterModel
 from support.sim_directories import write_sim_model, write_tokenizer
@@ -162,11 +163,9 @@ async def test_any_client_can_continue_a_stream_and_is_told_why_it_cannot(story:
             ({"prompt_logprobs": 1}, InvalidRequest, "resume.prompt_logprobs"),
         ]
         for changes, kind, field in cases:
-            with pytest.raises(kind) as caught:
+            with refusal_of(field, kind):
                 await whole(client, resumed(25, **changes))
-            assert caught.value.field == field, changes
         request = resumed(5)
         request.sampling.CopyFrom(pb.Sampling(temperature=1))
-        with pytest.raises(InvalidRequest) as refused:
+        with refusal_of("sampling.seed"):
             await whole(client, request)
-        assert refused.value.field == "sampling.seed"

@@ -16,6 +16,7 @@ from engine.messages.from_engine import FromEngine, GroupDrains
 from engine.messages.to_engine import DrainGroup, TakeSnapshot
 from engine.process.data_parallel.step_group import StepGroup
 from support.ports import free_port
+from support.refusals import refusal_of
 
 FACTS = {"model": "m", "vllm_args": "--enable-expert-parallel"}
 
@@ -91,9 +92,8 @@ def test_a_new_process_of_a_rank_replaces_the_one_that_waited() -> None:
         meeting = threads.submit(head.group.meet, FACTS | {"data_parallel": "2"}, 4)
         while old.connect_ex(("127.0.0.1", port)):
             time.sleep(0.01)
-        with pytest.raises(StartError, match="3 here, and 2 at rank 0") as refused:
+        with refusal_of("data_parallel", StartError, match="3 here, and 2 at rank 0"):
             Rank(1, 2, port).group.meet(FACTS | {"data_parallel": "3"}, 4)
-        assert refused.value.field == "data_parallel"
         hello = b'{"kind": "hello", "rank": %d, "worker_id": "%s", "facts": {"model": "m", "data_parallel": "2", '
         hello += b'"vllm_args": "--enable-expert-parallel"}}\n'
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"kind": "hello"}\n', hello % (7, b"seventh")):
@@ -148,7 +148,8 @@ def test_settings_that_make_no_group_are_refused() -> None:
 
 def test_a_port_that_somebody_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.process.data_parallel.step_group.FREED_S", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(StartError, match="cannot listen") as refused:
-            Rank(0, 2, taken.getsockname()[1]).group.meet(FACTS, 4)
-        assert refused.value.field == "data_parallel_port"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        refusal_of("data_parallel_port", StartError, match="cannot listen"),
+    ):
+        Rank(0, 2, taken.getsockname()[1]).group.meet(FACTS, 4)

@@ -11,10 +11,11 @@ from cluster.errors import InvalidRequest, ServiceError, StartError
 
 @contextmanager
 def refusal_of(
-    field: str, kind: type[ServiceError | StartError] = InvalidRequest, match: str | None = None
+    field: str, kind: type[ServiceError | StartError] = InvalidRequest, match: str | None = None, says: str = ""
 ) -> Iterator[None]:
-    """Expect an error of this kind in the block, which names this field, and whose text matches."""
+    """Expect an error of this kind in the block, which names this field, and whose text matches and has these words."""
     with pytest.raises(kind, match=match) as caught:
         yield
     error: Any = caught.value
     assert error.field == field, f"it names {error.field!r}, not {field!r}"
+    assert says in str(error)

@@ -4,7 +4,6 @@ from collections import Counter, OrderedDict
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -12,9 +11,8 @@ from kvcache.block_keys import block_keys, root_key
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
-from router.placement.place import Decision, explain, place
-from router.placement.rates import MOST_S, NO_SESSION, SHARE, Affinities, Priors, Rates, Served, SessionKey, session_of
-from router.placement.worker_table import Hits, WorkerTable, WorkerView
+from router.placement.place import Decision
+from router.placement.rates import MOST_S, NO_SESSION, SHARE, Affinities, Priors, Served, SessionKey, session_of
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)
 DEMAND = Demand(num_tokens=20, num_usable_blocks=4, num_total_blocks=6, block_tokens=4, block_bytes=100)
@@ -52,16 +50,6 @@ class RememberedSessions(RuleBasedStateMachine):
 
 
 test_remembered_sessions = RememberedSessions.TestCase
-
-
-def test_a_flood_of_one_tenant_takes_no_equal_share_of_another() -> None:
-    affinities = Affinities(100)
-    for number in range(40):
-        affinities.served(("quiet", str(number)), Served("d0", b""))
-    for number in range(5000):
-        affinities.served(("loud", str(number)), Served("d1", b""))
-    assert all(affinities.last(("quiet", str(number))) for number in range(40))
-    assert len(affinities) == 100
 
 
 def test_requests_without_a_session_have_no_key_and_names_are_not_kept() -> None:
@@ -131,34 +119,3 @@ def test_a_worker_that_restarted_or_left_is_not_preferred() -> None:
     assert fleet.hits(KEYS, (), demand.session).last_decode == -1
     fleet.left(new)
     assert fleet.hits(KEYS, (), demand.session).last_decode == -1
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 500), st.integers(0, 10)), min_size=2, max_size=6),
-    st.integers(0, 5),
-    st.integers(0, 2),
-)
-def test_the_hint_never_outweighs_more_than_its_margin(
-    loads: list[tuple[int, int, int]], last: int, lender: int
-) -> None:
-    """The margin is counted in the chosen candidate's own cost, without its reduction."""
-    views = [
-        WorkerView(f"d{number}", True, b"m", running, running, queued, 100, 100)
-        for number, (running, queued, _) in enumerate(loads)
-    ]
-    views += [WorkerView(f"p{number}", False, b"m", 0, 0, 10 * number, 100, 100) for number in range(2)]
-    workers = WorkerTable.of(views)
-    rates = Rates.uniform(len(views), PRIORS)
-    demand = Demand(42, 10, 12, 4, 1000)
-    plain = Hits.of(workers, {f"d{number}": held for number, (*_, held) in enumerate(loads)})
-    hinted = replace(
-        plain,
-        last_decode=last if last < len(loads) else -1,
-        last_lender=len(loads) + lender if lender < 2 else -1,
-    )
-    without, with_hint = (place(demand, workers, hits, rates) for hits in (plain, hinted))
-    best = explain(demand, workers, hinted, rates)[0]
-    full_s = best.ttft_s + best.delay_s
-    assert with_hint.cost_s == best.cost_s
-    assert 0 <= best.affinity_s <= min(SHARE * full_s, MOST_S)
-    assert without.cost_s <= full_s <= without.cost_s + best.affinity_s + 1e-12

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvcache.block_keys import BlockKey, block_keys
 from kvcache.pool import CacheEvent, Removed, Stored
 from kvcache.store import block_store
@@ -44,20 +42,6 @@ class Stores:
         store.settle()
         (brought,) = fetched
         return brought
-
-
-def test_what_one_engine_puts_another_fetches() -> None:
-    stores = Stores()
-    parents = [ROOT, *KEYS]
-    assert stores.put(stores.one, 0, 1, 2) == [Stored(parents[i], (KEYS[i],), shared=True) for i in range(3)]
-    assert stores.find(stores.two, KEYS[:10]) == 3
-    brought = stores.fetch(stores.two, KEYS[:3])
-    assert brought.failure == ""
-    assert brought.fingerprints == tuple(fingerprint_of(block_of(index)) for index in range(3))
-    assert all(np.array_equal(content, block_of(index)) for index, content in enumerate(brought.contents))
-    stores.two.give_back(brought)
-    assert stores.two.take_events() == [Stored(parents[i], (KEYS[i],), shared=True) for i in range(3)]
-    assert stores.one.counts.written == 3
 
 
 def test_a_block_is_written_once_whoever_has_it() -> None:

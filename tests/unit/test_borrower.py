@@ -111,20 +111,6 @@ def test_loans(steps: Steps) -> None:
     after(steps)
 
 
-def test_announcements_come_in_pieces_of_any_size() -> None:
-    steps: Steps = [
-        (Started(6), [Allocate(0, 6)]),
-        (Announced(0, (9,), (A,)), [Read(0, (9,))]),
-        (Announced(1, (8, 7, 6), (B, C, D)), [Read(1, (8, 7)), Read(3, (6,))]),
-        (ReadCompleted(0, (A,)), [Release(0, 1), Bind(0, 1, (A,))]),
-        (ReadCompleted(1, (B, C)), [Release(1, 2), Bind(1, 3, (B, C))]),
-        (ReadCompleted(3, (D,)), [Release(3, 1), Bind(3, 4, (D,))]),
-        (Announced(4, (5, 4), (A, B)), [Read(4, (5, 4))]),
-        (ReadCompleted(4, (A, B)), [Release(4, 2), Bind(4, 6, (A, B)), Close(6, 0, "")]),
-    ]
-    after(steps, first=0, end=6)
-
-
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2, 3])
 def test_of_four_ranks_two_hold_each_head(wrong: int | None) -> None:
     """A replica that differs spoils the block, whichever it is."""
@@ -203,17 +189,6 @@ def test_blocks_that_are_computed_here_are_not_read() -> None:
     assert machine.handle(ComputedHere(3)) == [Bind(3, 4, (C,))]
     assert machine.hold_at is None
     assert machine.handle(Claimed(5)) == [Close(4, 0, OVERTAKEN)]
-
-
-def test_a_lender_that_comes_back_brings_the_rest() -> None:
-    steps: Steps = [
-        (Claimed(2), []),
-        (ComputedHere(2), []),
-        (Started(5), [Allocate(1, 5)]),
-        (ALL, [Release(1, 1), Read(2, (11, 12, 13))]),
-        (ReadCompleted(2, (B, C, D)), [Release(2, 3), Bind(2, 5, (B, C, D)), Close(5, 0, "")]),
-    ]
-    after(steps, max_read_blocks=4)
 
 
 # ------------------------------------------------------------------------------------------ any order

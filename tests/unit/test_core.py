@@ -4,7 +4,7 @@ import pytest
 
 from engine.core_types import FinishReason, SamplingParams, StepBudget
 from engine.messages.from_engine import Audited, CacheChanged, LoadReport, Rejected, Token
-from engine.messages.to_engine import Audit, Cancel, Generate, TakeSnapshot
+from engine.messages.to_engine import Audit, Generate, TakeSnapshot
 from kvcache.block_keys import block_keys, root_key
 from kvcache.pool import Removed, Stored
 from loans.network import PlacementMark
@@ -26,15 +26,6 @@ def test_the_tokens_do_not_depend_on_the_chunks(budget: StepBudget) -> None:
     account = account_of(heard)
     assert (account.reused_blocks, account.moved_blocks, account.computed_blocks) == (0, 0, 3)
     assert account.computed_tokens == 10
-    assert engine.held() == NOTHING_LEFT
-
-
-def test_requests_together_answer_as_alone() -> None:
-    engine = Engine(num_blocks=16, budget=StepBudget(6, 4))
-    prompts = {"a": TEN, "b": TEN[:3], "c": TWELVE, "d": (7,)}
-    heard = engine.serve(*(generate(name, prompt, 5) for name, prompt in prompts.items()))
-    for name, prompt in prompts.items():
-        assert tokens_of(heard, name) == undisturbed(prompt, 5)
     assert engine.held() == NOTHING_LEFT
 
 
@@ -60,16 +51,6 @@ def test_generated_blocks_are_cached_too() -> None:
     engine.send(generate("b", [*TEN, *said], max_tokens=1))
     engine.run()
     assert account_of(engine.receive(Token)).reused_blocks == 4
-
-
-def test_a_request_resumed_elsewhere_goes_on_with_the_same_tokens() -> None:
-    whole = undisturbed(TEN, 6)
-    for num_emitted in range(6):
-        engine = Engine()
-        heard = engine.serve(generate("a", TEN, max_tokens=6, emitted=whole[:num_emitted]))
-        assert tokens_of(heard, "a") == whole[num_emitted:]
-        assert heard[-1].finish is FinishReason.LENGTH
-        assert engine.held() == NOTHING_LEFT
 
 
 def test_choices_resumed_where_their_blocks_are_cached_are_counted_once() -> None:
@@ -105,16 +86,6 @@ def test_salts_do_not_see_each_other() -> None:
     heard = engine.serve(generate("b", TEN, salt="two"))
     assert account_of(heard).reused_blocks == 0
     assert tokens_of(heard, "b") == undisturbed(TEN, 2)
-
-
-def test_what_is_cached_makes_room_for_what_runs() -> None:
-    engine = Engine(num_blocks=4)
-    for base in range(0, 100, 20):
-        prompt = range(base, base + 12)
-        engine.send(generate(f"r{base}", prompt))
-        engine.run()
-        assert tokens_of(engine.receive(Token), f"r{base}") == undisturbed(prompt, 2)
-    assert engine.held() == NOTHING_LEFT
 
 
 def test_a_higher_priority_prompt_is_computed_first() -> None:
@@ -159,19 +130,6 @@ def test_a_request_with_nothing_to_compute_is_rejected(prompt: tuple[int, ...], 
     assert rejected.permanent
     assert engine.held() == NOTHING_LEFT
     engine.run()
-
-
-@pytest.mark.parametrize("steps", range(6))
-def test_cancel_at_any_step_frees_everything(steps: int) -> None:
-    engine = Engine(budget=StepBudget(4, 4))
-    engine.send(generate("a", TEN, max_tokens=4))
-    for _ in range(steps):
-        engine.step()
-    engine.receive()
-    engine.send(Cancel("a"), Cancel("a"), Cancel("unknown"))
-    assert engine.held() == NOTHING_LEFT
-    assert not engine.step()
-    assert engine.receive(Token, Rejected) == []
 
 
 # --------------------------------------------------------------------------------------------- reports

@@ -8,15 +8,14 @@ from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
-from engine.messages.from_engine import FromEngine, KvUse, LoadReport, Rejected, TierUse, Token
-from engine.messages.to_engine import Cancel
+from engine.messages.from_engine import FromEngine, KvUse, LoadReport, TierUse, Token
 from kvcache.kv_stats import KvStats
 from kvcache.store.kv_store import ObjectFormat
 from kvtransfer.local import LocalNetwork, LocalTransport
 from loans.account import KvAccount
 from loans.network import Blocks, Started
 from support.checked_core import NOTHING_LEFT, Announcement, LandingCore, Starting, held, of_kinds, spread
-from support.core_engine import TEN, TWELVE, WIDE, Engine, account_of, generate, lend, prints, tokens_of
+from support.core_engine import TEN, TWELVE, WIDE, Engine, account_of, generate, lend, prints
 from support.core_pair import Pair, moved
 from support.hand_network import NOBODY
 from support.memory_objects import MemoryObjects, StepStore
@@ -93,37 +92,6 @@ def test_a_block_that_differs_from_its_fingerprint_is_not_used(wrong: int) -> No
     assert account.loan_failure == f"block {wrong} arrived corrupted"
 
 
-@pytest.mark.parametrize("moves", range(7))
-@pytest.mark.parametrize("end", ["cancel", "loan fails", "lender is gone"])
-def test_the_end_at_any_moment(moves: int, end: str) -> None:
-    """Reads wait in the queue here, so they can all be withdrawn and nothing is ever quarantined."""
-    pair = Pair(eager=False, lender_budget=StepBudget(4, 4))
-    pair.submit("r", (*TWELVE, 1, 2))
-    for move in range(moves):
-        pair.carry()
-        pair.lender.step()
-        pair.borrower.step()
-        if move % 2:
-            pair.borrower.transport.step()
-    match end:
-        case "cancel":
-            pair.borrower.send(Cancel("r"))
-            assert pair.borrower.held() == NOTHING_LEFT
-        case "loan fails":
-            pair.borrower.loan_ends("r", "broken")
-        case "lender is gone":
-            pair.lender.transport.close()
-            pair.borrower.loan_ends("r", "gone")
-    assert pair.borrower.held()[2] == 0
-    pair.run()
-    if end == "cancel":
-        assert len(tokens_of(pair.tokens, "r")) <= 2
-        assert pair.borrower.taken("r").closed
-        assert pair.borrower.held() == pair.lender.held() == NOTHING_LEFT
-    else:
-        pair.check_served("r")
-
-
 @pytest.mark.parametrize(
     ("endpoint", "blocks", "failure"),
     [
@@ -146,16 +114,6 @@ def test_what_a_lender_says_wrong_fails_the_loan_only(
     account = pair.served("r")
     assert account.moved_blocks == 0
     assert failure is None or account.loan_failure == failure
-
-
-def test_messages_of_a_loan_that_is_over_are_ignored() -> None:
-    pair = Pair()
-    pair.submit("r", TEN, 1)
-    pair.run()
-    pair.borrower.lent("r", Started(2, 0, 0.0), Blocks(0, (0, 1), bytes(32)))
-    pair.borrower.loan_ends("r", "late")
-    assert pair.borrower.receive(Token, Rejected) == []
-    pair.check_served("r", 1)
 
 
 def _uses(engine: LandingCore) -> list[KvUse | None]:

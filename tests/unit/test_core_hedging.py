@@ -3,7 +3,6 @@
 import pytest
 
 from engine.core_types import StepBudget
-from engine.messages.to_engine import Cancel
 from kvtransfer.local import LocalNetwork
 from loans.borrower_manager import HEDGE_AFTER_S, HEDGE_UNMEASURED_S
 from support.checked_core import NOTHING_LEFT
@@ -115,11 +114,3 @@ def test_silence_shorter_than_computing_is_waited_for() -> None:
     assert not both.borrower.step()
     silent(both, HEDGE_AFTER_S)
     assert both.borrower.step()
-
-
-def test_a_cancel_while_both_compute() -> None:
-    both = resumed(1)
-    both.carry()
-    both.borrower.send(Cancel("r"))
-    both.run()
-    assert both.borrower.held() == both.lender.held() == NOTHING_LEFT

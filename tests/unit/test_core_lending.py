@@ -127,17 +127,6 @@ def test_waiting_loans_go_by_priority_then_arrival_and_nobody_jumps_the_queue() 
     assert engine.held() == NOTHING_LEFT
 
 
-def test_a_loan_closed_while_it_waits_or_while_it_is_computed_holds_nothing() -> None:
-    engine = Engine(num_blocks=4, budget=StepBudget(4, 4))
-    engine.send(lend("l", TWELVE), lend("waits", range(40, 52)))
-    engine.step()
-    engine.send(PeerCloses("waits"))
-    assert engine.held() == (1, 2, 0, 0, 1)
-    engine.send(PeerCloses("l"))
-    assert engine.held() == NOTHING_LEFT
-    assert not engine.step()
-
-
 def test_loans_and_requests_take_turns_by_arrival() -> None:
     engine = Engine(num_blocks=16, budget=StepBudget(4, 4))
     engine.send(lend("warm up", (1, 2, 3, 4)), PeerCloses("warm up"))

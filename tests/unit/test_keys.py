@@ -46,24 +46,6 @@ def test_equal_tokens_at_different_places_have_different_names() -> None:
     assert len(set(keys)) == 3
 
 
-@given(tokens, st.integers(1, 5), st.integers(0, 8))
-def test_a_chain_can_be_continued_anywhere(token_ids: list[int], width: int, split: int) -> None:
-    whole = block_keys(ROOT, token_ids, width)
-    split = min(split, len(whole))
-    parent = whole[split - 1] if split else ROOT
-    assert whole[:split] + block_keys(parent, token_ids[split * width :], width) == whole
-
-
-@given(tokens, tokens, st.integers(1, 5))
-def test_names_agree_exactly_as_far_as_the_tokens_do(left: list[int], right: list[int], width: int) -> None:
-    common = 0
-    while common < min(len(left), len(right)) and left[common] == right[common]:
-        common += 1
-    one, other = block_keys(ROOT, left, width), block_keys(ROOT, right, width)
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
-        assert (a == b) == ((index + 1) * width <= common)
-
-
 @given(tokens)
 def test_joined_keys_split_again(token_ids: list[int]) -> None:
     keys = block_keys(ROOT, token_ids, 2)

@@ -32,14 +32,6 @@ def pair(eager: bool) -> tuple[LocalTransport, LocalTransport, bytes]:
     return reader, source, source.register(pool_of(7))
 
 
-def test_an_eager_read_is_done_at_once() -> None:
-    reader, _, endpoint = pair(eager=True)
-    future = reader.read(reader.connect(endpoint), [Span(4, 0, 8)])
-    assert future.done()
-    assert future.exception() is None
-    assert reader.pool.memory.reshape(-1).tolist() == [0] * 4 + [7] * 8 + [0] * 20
-
-
 def test_a_lazy_read_waits_for_its_step_and_reads_the_bytes_of_then() -> None:
     reader, source, endpoint = pair(eager=False)
     future = reader.read(reader.connect(endpoint), [Span(0, 0, 4)])
@@ -49,23 +41,6 @@ def test_a_lazy_read_waits_for_its_step_and_reads_the_bytes_of_then() -> None:
     assert not reader.step()
     assert future.result(0) is None
     assert reader.pool.memory[0].tolist() == [9] * 4
-
-
-def test_reads_run_in_order_and_cancelled_ones_write_nothing() -> None:
-    reader, _, endpoint = pair(eager=False)
-    peer = reader.connect(endpoint)
-    first, second, third = (reader.read(peer, [Span(4 * i, 0, 4)]) for i in range(3))
-    assert second.cancel()
-    assert reader.step()
-    assert (first.done(), third.done()) == (True, False)
-    assert reader.step()
-    assert third.done()
-    assert reader.pool.memory[:3, 0].tolist() == [7, 0, 7]
-
-
-def test_connecting_again_gives_the_same_peer() -> None:
-    reader, _, endpoint = pair(eager=True)
-    assert reader.connect(endpoint) is reader.connect(endpoint)
 
 
 def test_nobody_there() -> None:
@@ -80,14 +55,6 @@ def test_nobody_there() -> None:
     assert isinstance(future.exception(0), PeerGone)
     with pytest.raises(PeerGone):
         reader.connect(endpoint)
-
-
-def test_close_cancels_what_is_queued() -> None:
-    reader, _, endpoint = pair(eager=False)
-    future = reader.read(reader.connect(endpoint), [Span(0, 0, 4)])
-    reader.close()
-    assert future.cancelled()
-    assert not reader.step()
 
 
 @pytest.mark.parametrize(

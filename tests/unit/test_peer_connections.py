@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from loans.network import CUT_OFF, Blocks, Lent, LoanGiven, LoanTaken, Peer, Started, Want
+from loans.network import CUT_OFF, Lent, LoanGiven, LoanTaken, Peer, Want
 from loans.peers.socket_network import NetworkSettings, SocketNetwork
 from loans.peers.sockets import Connector
 
@@ -150,23 +150,6 @@ def crossed() -> tuple[Site, LoanTaken, LoanTaken]:
     site.turn()
     assert len(site.one.given) == len(site.two.given) == 1
     return site, first, second
-
-
-def test_a_loan_over_a_connection() -> None:
-    site = Site()
-    taken = site.one.borrow(site.two.peer)
-    site.connect()
-    site.turn()
-    site.two.given[0].send(Started(1, 0, 0.0))
-    site.two.given[0].send(Blocks(0, (3,), bytes(8)))
-    site.turn()
-    assert site.one.told == [Started(1, 0, 0.0), Blocks(0, (3,), bytes(8))]
-    assert taken.endpoint == b"memory of two"
-    taken.release(0, 1)
-    site.turn()
-    taken.close()
-    site.turn()
-    assert site.two.told == [(0, 1), "closed"]
 
 
 def test_engines_that_call_each_other_at_once_hear_of_each_other_for_as_long_as_they_lend() -> None:

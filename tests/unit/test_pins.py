@@ -1,6 +1,5 @@
 """Prompts whose blocks stay in the pool: pools of sixteen blocks of four tokens."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,24 +52,6 @@ def test_a_pinned_prompt_survives_a_flood_and_goes_when_its_time_is_over() -> No
     assert engine.serve(0, 17).reused_blocks == 0
 
 
-def test_an_unpinned_prompt_does_not_survive_it() -> None:
-    engine = Engine()
-    engine.serve(0, 17)
-    for number in range(20):
-        engine.serve(100 * number + 31, 30)
-    assert engine.serve(0, 17).reused_blocks == 0
-
-
-def test_a_tenant_has_its_share_and_leading_blocks_are_pinned() -> None:
-    engine = Engine()
-    assert engine.serve(0, 29, HOUR).pinned_blocks == 4, "a quarter of the pool"
-    assert engine.serve(40, 9, HOUR).pinned_blocks == 0
-    assert engine.serve(40, 9, Retention(60.0, "other")).pinned_blocks == 2
-    assert engine.serve(0, 29, Retention(7200.0, "other")).pinned_blocks == 6, "four are the first tenant's"
-    assert engine.core.kv_cache.cached.pins.clear("tenant") == 4
-    assert engine.core.kv_cache.cached.pins.clear() == 4
-
-
 def test_a_longer_time_counts() -> None:
     engine = Engine()
     engine.serve(0, 9, Retention(50.0))
@@ -95,13 +76,6 @@ def test_pins_give_way_to_a_request_that_would_never_fit() -> None:
     engine.serve(31, 50)
     by_tenant = engine.core.kv_cache.cached.pins.by_tenant()
     assert [(tenant, count) for tenant, count, _ in by_tenant] == [("tenant", 3)], "the first to end went"
-
-
-@pytest.mark.parametrize("reserve", [1, 256])
-def test_pins_give_way_to_a_request_that_grows(reserve: int) -> None:
-    engine = Engine(reserve=reserve)
-    engine.serve(0, 17, HOUR)
-    engine.serve(31, 10, max_tokens=50)
 
 
 @given(

@@ -1,7 +1,5 @@
 """Engines whose pools are too small for what they admit. Blocks of four tokens; every book checked at every step."""
 
-import pytest
-
 from engine.core.running_set import admits, next_victim, oldest_of, restart_order
 from engine.core_types import EngineSequence as Tokens
 from engine.core_types import SamplingParams, StepBudget
@@ -138,29 +136,6 @@ def test_when_it_is_the_oldest_it_comes_back_at_the_cost_of_others() -> None:
     engine.run(1)
     assert engine.preempted() == ["high"]
     assert not engine.ask("same", tokens(130, 3), 1, priority=1)
-    engine.finish()
-
-
-def test_cancelling_one_that_waits_leaves_nothing() -> None:
-    engine = crowded()
-    engine.run(10)
-    assert engine.preempted() == ["b"]
-    engine.send(Cancel("b"))
-    assert engine.preempted() == []
-    assert engine.ask("c", tokens(90, 3), 1)
-    engine.finish()
-
-
-@pytest.mark.parametrize("budget", [StepBudget(2, 2), StepBudget(8, 2), StepBudget(8, 8)])
-@pytest.mark.parametrize("num_blocks", [6, 12, 30])
-def test_a_low_priority_is_served_under_a_constant_flow_of_higher_ones(num_blocks: int, budget: StepBudget) -> None:
-    engine = Engine(num_blocks, budget)
-    assert engine.ask("low", tokens(0, 13), 8, priority=-1)
-    for number in range(400):
-        engine.ask(str(number), tokens(100 + 8 * number, 7), 5, priority=1)
-        engine.step()
-    assert engine.streams["low"].over
-    assert len(engine.streams) > 40
     engine.finish()
 
 

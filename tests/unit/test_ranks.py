@@ -56,38 +56,7 @@ def test_equal_ranks_read_from_each_other_alone_and_in_long_spans() -> None:
     assert part_spans(first, second, [(0, 3)]) == []
 
 
-sizes = st.sampled_from([1, 2, 3, 4, 6, 12])
 pairings = st.permutations(range(5)).flatmap(lambda left: st.permutations(range(5)).map(lambda right: (left, right)))
-
-
-@given(lenders=sizes, readers=sizes, pairing=pairings, count=st.integers(1, 5), seed=st.integers(0, 99))
-def test_blocks_arrive_whole_whatever_the_two_sizes(
-    lenders: int, readers: int, pairing: tuple[list[int], list[int]], count: int, seed: int
-) -> None:
-    """And each reader's fingerprints are those of its heads of the whole block."""
-    blocks = np.random.Generator(np.random.PCG64(seed)).integers(0, 256, (5, BLOCK), np.uint8)
-    theirs = {part: _cut(blocks, part) for part in parts_of(BLOCK, lenders)}
-    ours = {part: np.zeros((5, part.num_bytes), np.uint8) for part in parts_of(BLOCK, readers)}
-    pairs = list(zip(*pairing, strict=True))[:count]
-    for own, pool in ours.items():
-        target = pool.reshape(-1)
-        read = 0
-        for part, source in theirs.items():
-            for span in part_spans(own, part, pairs):
-                assert not target[span.local_offset :][: span.length].any(), "nothing is read twice"
-                target[span.local_offset :][: span.length] = source.reshape(-1)[span.remote_offset :][: span.length]
-                read += span.length
-        assert read == count * own.num_bytes
-    arrived = np.concatenate(list(ours.values()), axis=1)
-    local, remote = (list(side) for side in zip(*pairs, strict=True))
-    assert (arrived[local] == blocks[remote]).all()
-    heads = HEADS // readers
-    prints = [fingerprint_blocks(pool, local, heads) for pool in ours.values()]
-    assert (np.concatenate(prints, axis=1) == fingerprint_blocks(blocks, remote, HEADS)).all()
-
-
-def _cut(blocks: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]", part: BlockPart):  # type: ignore[no-untyped-def]
-    return np.ascontiguousarray(blocks[:, part.start : part.end])
 
 
 @given(st.lists(st.binary(max_size=40), min_size=2, max_size=5))
@@ -132,42 +101,6 @@ def test_a_rank_has_its_heads_of_a_block() -> None:
     assert part.kv_heads == 2
     assert part.head_bytes == layout.head_bytes
     assert part.block_bytes == BlockPart(layout.block_bytes, 1, 3).num_bytes
-
-
-@given(
-    planes=st.sampled_from([1, 2, 5]),
-    lenders=sizes,
-    readers=sizes,
-    lender_blocks=st.integers(5, 9),
-    pairing=pairings,
-    count=st.integers(1, 5),
-    seed=st.integers(0, 99),
-)
-def test_blocks_in_several_planes_arrive_whole_in_pools_of_unlike_sizes(
-    planes: int,
-    lenders: int,
-    readers: int,
-    lender_blocks: int,
-    pairing: tuple[list[int], list[int]],
-    count: int,
-    seed: int,
-) -> None:
-    size = planes * BLOCK
-    rng = np.random.Generator(np.random.PCG64(seed))
-    whole = rng.integers(0, 256, (planes, lender_blocks, BLOCK), np.uint8)
-    expected = np.zeros((planes, 5, BLOCK), np.uint8)
-    pairs = list(zip(*pairing, strict=True))[:count]
-    for own in parts_of(size, readers, planes, 5):
-        pool = np.zeros(5 * own.num_bytes, np.uint8)
-        for theirs in parts_of(size, lenders, planes, lender_blocks):
-            source = whole[:, :, theirs.start : theirs.end].reshape(-1)
-            for span in part_spans(own, theirs, pairs):
-                target = pool[span.local_offset :][: span.length]
-                assert not target.any(), "nothing is read twice"
-                target[:] = source[span.remote_offset :][: span.length]
-        expected[:, :, own.start : own.end] = pool.reshape(planes, 5, -1)
-    for local, remote in pairs:
-        np.testing.assert_array_equal(expected[:, local], whole[:, remote])
 
 
 def test_a_change_in_any_plane_changes_the_fingerprint_of_its_head_alone() -> None:

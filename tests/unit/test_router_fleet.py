@@ -55,14 +55,6 @@ def make_fleet() -> tuple[Fleet, WorkerRecord, WorkerRecord]:
     return fleet, decode, prefill
 
 
-def test_a_worker_counts_once_it_has_reported() -> None:
-    fleet = Fleet("router", PRIORS)
-    worker = fleet.joined(hello("d0"))
-    assert fleet.views() == []
-    fleet.reported(worker, report(available=7))
-    assert [view.available_blocks for view in fleet.views()] == [7]
-
-
 def test_a_placement_counts_until_the_report_that_has_seen_it() -> None:
     fleet, decode, prefill = make_fleet()
     placed = fleet.placed(Decision("d0", "p0", True, None, 16, 0, 0, 0, 1, ""), DEMAND, KEYS)
@@ -77,47 +69,6 @@ def test_a_placement_counts_until_the_report_that_has_seen_it() -> None:
 
     fleet.ended(placed)
     assert [view.running for view in fleet.views()] == [1, 0]
-
-
-def test_siblings_of_a_placement_find_its_blocks_at_the_lender_before_any_event() -> None:
-    fleet, _, _ = make_fleet()
-    assert due(fleet) == {}
-    placed = fleet.placed(Decision("d0", "p0", True, None, 16, 0, 0, 0, 1, ""), DEMAND, KEYS[:3])
-    assert due(fleet) == {"p0": 3}, "the decode worker has nothing yet"
-    assert held(fleet) == {}, "and nobody can read it yet"
-    fleet.started(placed)  # from now on the workers' own events tell
-    assert due(fleet) == {}
-
-
-def test_events_before_the_snapshot_and_after_a_gap_ask_for_another() -> None:
-    fleet, decode, _ = make_fleet()
-    assert not fleet.cache_changed(decode, stored(0, b"", KEYS[:1]))
-    assert fleet.cache_changed(decode, stored(5, b"", KEYS[:2], snapshot=True))
-    assert fleet.cache_changed(decode, stored(5, KEYS[1], KEYS[2:3]))
-    assert due(fleet) == held(fleet) == {"d0": 3}
-    assert not fleet.cache_changed(decode, stored(7, KEYS[2], KEYS[3:]))
-    assert fleet.cache_changed(decode, stored(8, b"", KEYS[:1], snapshot=True))
-    assert due(fleet) == {"d0": 1}
-
-
-def test_removed_blocks_are_forgotten() -> None:
-    fleet, decode, _ = make_fleet()
-    fleet.cache_changed(decode, stored(0, b"", KEYS, snapshot=True))
-    removal = pb.CacheEvents(sequence=0, events=[pb.CacheEvent(removed=KEYS[1])])
-    assert fleet.cache_changed(decode, removal)
-    assert due(fleet) == {"d0": 1}
-
-
-def test_a_restarted_worker_replaces_its_predecessor_and_its_late_end_changes_nothing() -> None:
-    fleet, old, _ = make_fleet()
-    fleet.cache_changed(old, stored(0, b"", KEYS, snapshot=True))
-    new = fleet.joined(hello("d0", incarnation=b"2"))
-    assert due(fleet) == {}
-    fleet.left(old)
-    fleet.reported(new, report())
-    assert fleet.worker("d0") is new
-    assert fleet.cache_changed(old, stored(1, b"", KEYS)) is True  # ignored
-    assert due(fleet) == {}
 
 
 def test_a_placement_takes_what_its_worker_promises_and_not_all_it_may_need() -> None:

@@ -1,6 +1,5 @@
 """The prefix index against a brute-force model."""
 
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -9,39 +8,6 @@ from router.placement.fleet.index import NUM_SHARDS, PrefixIndex
 KEYS = [bytes([number]) * 16 for number in (0, 0, 1, 7, 254, 255)]
 KEYS[1] = bytes(15) + b"\1"  # of the same shard as the first
 WORKERS = ["a", "b", "c"]
-
-
-def test_match_counts_each_workers_own_prefix() -> None:
-    index = PrefixIndex()
-    index.add("a", KEYS[:3])
-    index.add("b", [KEYS[0], KEYS[2]])
-    assert index.match(KEYS[:4]) == {"a": 3, "b": 1}
-    assert index.match(KEYS[1:]) == {"a": 2}
-    assert index.match([]) == {}
-
-
-def test_a_dropped_worker_is_in_no_answer_and_after_a_sweep_in_no_memory() -> None:
-    index = PrefixIndex()
-    index.add("a", KEYS)
-    index.add("b", KEYS[:2])
-    index.drop_worker("a")
-    index.drop_worker("never there")
-    assert index.match(KEYS) == {"b": 2}
-    index.sweep()
-    assert index.num_keys == 2
-
-
-def test_a_slot_is_used_again_only_when_no_block_has_its_bit() -> None:
-    index = PrefixIndex()
-    index.add("a", KEYS)
-    index.drop_worker("a")
-    index.add("b", KEYS[:1])
-    assert index.match(KEYS) == {"b": 1}, "and not what a held"
-    index.check_integrity()
-    index.sweep()
-    index.add("c", KEYS[:1])
-    assert index.match(KEYS) == {"b": 1, "c": 1}
-    index.check_integrity()
 
 
 def test_deaths_alone_take_the_dead_out_in_the_end() -> None:
@@ -108,12 +74,3 @@ class IndexModel(RuleBasedStateMachine):
 
 
 TestIndexModel = IndexModel.TestCase
-
-
-@given(st.lists(st.sampled_from(KEYS), unique=True))
-def test_adding_twice_is_adding_once(keys: list[bytes]) -> None:
-    index = PrefixIndex()
-    index.add("a", keys)
-    index.add("a", keys)
-    index.discard("a", keys)
-    assert index.num_keys == 0

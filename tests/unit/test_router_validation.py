@@ -10,7 +10,7 @@ import pytest
 from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from router.validation import check_names, check_prompt, resolve_sampling
+from router.validation import check_names, check_prompt, check_time_limit, resolve_sampling
 from support.refusals import refusal_of
 
 CONTEXT, VOCAB = 100, 50
@@ -121,3 +121,9 @@ def test_names_have_a_limit(field: str) -> None:
     check_names(pb.GenerateRequest(**{field: "x" * 256}))
     with refusal_of(field):
         check_names(pb.GenerateRequest(**{field: "x" * 257}))
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.nan, math.inf])
+def test_a_limit_that_is_none(limit: float) -> None:
+    with refusal_of("max_ttft_ms"):
+        check_time_limit(pb.GenerateRequest(max_ttft_ms=limit))

@@ -49,26 +49,10 @@ def test_decodes_go_before_prompts_whatever_their_order() -> None:
     assert [chunk.samples for chunk in batch] == [True, True, False]
 
 
-def test_prompts_share_what_is_left_by_priority_then_arrival() -> None:
-    state = [
-        sequence("late", 3, prompt=9),
-        sequence("early", 1, prompt=3, computed=1),
-        sequence("urgent", 2, prompt=2, priority=1),
-    ]
-    batch = schedule(state, StepBudget(max_tokens=16, max_prefill_tokens=7))
-    assert plan(batch) == [("urgent", 0, 2), ("early", 1, 2), ("late", 0, 3)]
-    assert [chunk.samples for chunk in batch] == [True, True, False]
-
-
 def test_a_loans_job_never_samples() -> None:
     batch = schedule([sequence("job", 1, prompt=8, job=True)], StepBudget(16, 16))
     assert plan(batch) == [("job", 0, 8)]
     assert not batch[0].samples
-
-
-def test_decodes_beyond_the_budget_wait() -> None:
-    state = [decoding("c", 3), decoding("b", 2), decoding("a", 1), decoding("vip", 4, priority=1)]
-    assert plan(schedule(state, StepBudget(2, 2))) == [("vip", 4, 1), ("a", 4, 1)]
 
 
 def test_a_preempted_sequence_is_a_prompt_up_to_its_last_token() -> None:
@@ -93,19 +77,6 @@ def test_who_has_waited_longest_has_a_share_of_every_step() -> None:
     assert plan(schedule([low, decoding("d", 3, turn=9)], budget)) == [("d", 4, 1), ("low", 0, 9)], (
         "and all that is left"
     )
-
-
-def test_decodes_leave_a_share_to_a_prompt_and_to_the_one_of_them_that_has_waited_longest() -> None:
-    many = [decoding(str(arrival), arrival, turn=20 + arrival) for arrival in range(8)]
-    budget = StepBudget(max_tokens=4, max_prefill_tokens=4)
-    prompt = sequence("prompt", 9, prompt=5, turn=1)
-    assert plan(schedule([*many, prompt], budget)) == [("0", 4, 1), ("1", 4, 1), ("2", 4, 1), ("prompt", 0, 1)]
-    many[7].turn = 2
-    assert plan(schedule(many, budget)) == [("0", 4, 1), ("1", 4, 1), ("2", 4, 1), ("7", 4, 1)]
-
-
-def test_nothing_to_do() -> None:
-    assert schedule([], StepBudget(8, 8)) == []
 
 
 @st.composite

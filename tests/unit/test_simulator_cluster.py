@@ -107,15 +107,6 @@ def test_a_lender_that_dies_in_mid_transfer_costs_time_only() -> None:
     assert max(seen) <= 99
 
 
-def test_a_decode_worker_that_dies_hands_on_a_stream_with_its_tokens() -> None:
-    spec = replace(cluster_spec(0, 2), failures=kills([(0.3, "decode-0"), (0.301, "prefill-0")][:1]))
-    observed = Observed(spec, [TraceRequest(number, 0.0, 200, 80) for number in range(4)])
-    attempts = Counter(outcome.num_attempts for outcome in observed.outcomes)
-    assert attempts[2] >= 1
-    assert all(outcome.num_emitted == 80 for outcome in observed.outcomes)
-    assert observed.faults == []
-
-
 def test_a_golden_run() -> None:
     """One worker, so that placement has no say. If this fails, the engine schedules otherwise than it did, or the
     simulator times it otherwise: look at the difference before you change the figures."""

@@ -3,8 +3,6 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from protos import inference_pb2 as pb
 from support.processes import LENDER_ALWAYS, Stream, busiest_decoder, engine_of, finished, kill_engine, running, until
 from support.vllm_engines import BLOCK, OPTIONS, PYTHON, STORYTELLER, V2, need_vllm
 from tandem.client import Client
-from tandem.drill.report import DrillCluster, FaultOptions
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
@@ -72,24 +69,6 @@ async def test_kv_moves_and_is_found_again(site: Site, ask, audit) -> None:  # t
     await audit([worker.address for worker in site.cluster.workers])
 
 
-async def test_a_drill_corrupts_blocks_and_the_receipt_says_so(site: Site, ask) -> None:  # type: ignore[no-untyped-def]
-    drilled, prompt = DrillCluster(site.client, None), prompt_of(9, 200)
-    expected = await ask(site.client, prompt, max_tokens=8, cache_salt="undisturbed")
-    for worker in ("decode-0", "decode-1"):
-        await drilled.inject("corrupt", worker, FaultOptions(blocks=1, seconds=60))
-    struck: set[str] = set()
-    for attempt in count():  # requests beside each other come to both workers
-        if len(struck) == 2:
-            break
-        salts = [f"{attempt} {number}" for number in range(4)]
-        for got in await asyncio.gather(*(ask(site.client, prompt, max_tokens=8, cache_salt=salt) for salt in salts)):
-            assert got.token_ids == expected.token_ids
-            if got.kv.mismatched_blocks:
-                assert (got.kv.moved_blocks, got.kv.mismatched_blocks) == (0, 1)
-                assert got.placement.decode_worker not in struck
-                struck.add(got.placement.decode_worker)
-
-
 async def test_what_vllm_cannot_do_is_refused_with_the_field(site: Site, ask) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InvalidRequest, match="beam_width"):
         await ask(site.client, prompt_of(2, 40), beam_width=2)
@@ -123,22 +102,6 @@ async def test_streams_survive_a_decode_engine_and_a_decode_worker(site: Site) -
     moved = [stream.receipt.placement for stream in streams if stream.receipt.placement.attempt > 1]
     assert moved, "the engine was killed while streams ran"
     assert worker.name not in {placement.decode_worker for placement in moved}
-
-
-@pytest.mark.long
-async def test_a_new_cluster_finds_what_an_earlier_one_computed(tmp_path: Path) -> None:
-    """The lender fetches for the decode worker."""
-    settings = {"model": STORYTELLER, "kv_store": str(tmp_path), "kv_store_writes": "computed"} | VLLM
-    answers = []
-    for number in range(2):
-        topology = plan_topology(1, 1, {"model": STORYTELLER, "port": 0} | LENDER_ALWAYS, settings, [0, 1], 1)
-        async with running(LocalCluster(topology)) as (_, client):
-            streams = await finished([Stream(client, prompt_of(seed, 200), 8) for seed in range(3)])
-            answers.append([stream.token_ids for stream in streams])
-            kv = [stream.receipt.kv for stream in streams]
-            assert all(not each.mismatched_blocks and not each.loan_failure for each in kv)
-            assert sum(each.lender_fetched_blocks for each in kv) == number * 6 * len(streams)
-    assert answers[0] == answers[1]
 
 
 @pytest.mark.long

@@ -52,13 +52,7 @@ PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
     "messages and tokens": ({"messages": [USER], "token_ids": [1]}, "token_ids"),
     "all three": ({"text": "hello", "messages": [USER], "token_ids": [1]}, "token_ids"),
     "token at the vocabulary's end": ({"token_ids": [1, VOCAB]}, "token_ids"),
-    "largest token": ({"token_ids": [(1 << 32) - 1]}, "token_ids"),
     "as long as the context": ({"token_ids": [1] * CONTEXT}, "token_ids"),
-    "longer than the context": ({"token_ids": [1] * (3 * CONTEXT)}, "token_ids"),
-    "beyond the context with its answer": (
-        {"token_ids": [1] * 100, "sampling": pb.Sampling(max_tokens=CONTEXT - 99)},
-        "sampling.max_tokens",
-    ),
     "beyond the pool": (
         {"token_ids": [1] * 100, "sampling": pb.Sampling(max_tokens=POOL_TOKENS - 99)},
         "sampling.max_tokens",
@@ -68,7 +62,6 @@ PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
         "sampling.max_tokens",
     ),
     "long name": ({"token_ids": [1], "tenant": "x" * 257}, "tenant"),
-    "long salt": ({"token_ids": [1], "cache_salt": "x" * 100_000}, "cache_salt"),
 }
 
 
