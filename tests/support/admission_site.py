@@ -17,6 +17,7 @@ from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
 from router.placement.rates import Priors
+from support.tuned import tuned
 
 PRIORS = Priors(1000.0, 100.0, 1e9, 0.001, 0.001, 0.001)
 BLOCK = 4
@@ -33,9 +34,7 @@ class Site:
     def __init__(self, pools: Sequence[int], lenders: int = 0, **config: Any) -> None:
         self.now = 0.0
         self.fleet = Fleet("router", PRIORS)
-        constants = {name: config.pop(name) for name in AdmissionConfig.__class_vars__ & config.keys()}
-        variant: type[AdmissionConfig] = type("AdmissionConfig", (AdmissionConfig,), constants)
-        self.config = variant(**config)
+        self.config = tuned(AdmissionConfig, config)
         self.tenants = RateLimiter(self.config)
         self.admission = Admission(self.fleet, self.config, self.tenants)
         self.workers: dict[str, WorkerRecord] = {}
