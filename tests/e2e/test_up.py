@@ -23,7 +23,6 @@ from support.hub import Hub, Served
 from support.media_files import picture
 from support.media_models import write_media_model
 from support.ports import free_port
-from support.processes import PATIENCE_S
 from support.sim_directories import write_sim_model
 from tandem.client import Client
 from tandem.storyteller import STORYTELLER
@@ -32,6 +31,8 @@ ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
 MARK = ("TANDEM_STARTED_BY", str(os.getpid()))
 """In the environment of all that these tests start: other tests' processes run at the same time."""
+START_S = 600.0
+"""Seconds to wait for what a Ray cluster takes to start, on the slowest and busiest machine."""
 STATE = tempfile.TemporaryDirectory(prefix="tandem-state-")
 """Where these clusters keep files and batches, instead of the user's folder."""
 ENVIRONMENT = os.environ | {
@@ -75,7 +76,7 @@ def engines_of(model: Path) -> int:
     return sum("engine.process.engine_process" in command for command in of_this_model(model))
 
 
-def wait_until_gone(model: Path, timeout_s: float = PATIENCE_S) -> None:
+def wait_until_gone(model: Path, timeout_s: float = START_S) -> None:
     give_up_at = time.monotonic() + timeout_s
     while left := of_this_model(model):
         assert time.monotonic() < give_up_at, left
@@ -95,10 +96,10 @@ def wait_until_nothing_is_new(shared_memory: set[str], timeout_s: float = 60) ->
 async def tokens_from(address: str) -> list[int]:
     """Wait for the cluster, then one request whose KV must move."""
     async with Client(address) as client:
-        give_up_at = time.monotonic() + PATIENCE_S
+        give_up_at = time.monotonic() + START_S
         while True:
             try:
-                await client.wait_for_workers(1, 1, timeout_s=PATIENCE_S)
+                await client.wait_for_workers(1, 1, timeout_s=START_S)
                 break
             except Exception:
                 if time.monotonic() > give_up_at:
@@ -142,7 +143,7 @@ def ray_head() -> Iterator[str]:
 
 def submit(*arguments: str) -> None:
     """Submit a Ray job; a cluster that has just started has no agent to take it yet."""
-    give_up_at = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + START_S
     while True:
         submitted = run(BIN / "ray", "job", "submit", *arguments)
         printed = submitted.stdout + submitted.stderr
@@ -212,7 +213,7 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
             assert json.load(answer)["status"] == "ready"
         asyncio.run(batch_by(http_port))
         os.killpg(up.pid, signal.SIGINT)  # as a terminal does: the whole group
-        output = up.communicate(timeout=PATIENCE_S)[0]
+        output = up.communicate(timeout=START_S)[0]
     finally:
         if up.poll() is None:
             os.killpg(up.pid, signal.SIGKILL)
@@ -237,7 +238,7 @@ def test_a_repository_of_the_hub_is_served(tmp_path: Path) -> None:
         environment = ENVIRONMENT | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)}
         command = [BIN / "tandem", "up", "--worker", "kv_memory_mib=16", "--port", str(port), "--no-http", "--model"]
         refused = subprocess.run(
-            [*command, "org/gone"], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+            [*command, "org/gone"], env=environment, capture_output=True, text=True, timeout=START_S
         )
         assert refused.returncode == 2
         last = refused.stderr.splitlines()[-1]
@@ -250,7 +251,7 @@ def test_a_repository_of_the_hub_is_served(tmp_path: Path) -> None:
         try:
             assert asyncio.run(tokens_from(f"127.0.0.1:{port}"))
             up.send_signal(signal.SIGINT)
-            output = up.communicate(timeout=PATIENCE_S)[0]
+            output = up.communicate(timeout=START_S)[0]
         finally:
             up.kill()
         assert output.splitlines()[-1] == "tandem: stopped"
@@ -269,7 +270,7 @@ async def sees(address: str) -> bool:
             return False
 
 
-def seen_within(address: str, timeout_s: float = PATIENCE_S) -> None:
+def seen_within(address: str, timeout_s: float = START_S) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not asyncio.run(sees(address)):
         assert time.monotonic() < give_up_at, "a chat with a picture is not answered"
@@ -307,7 +308,7 @@ def test_a_cluster_has_its_own_preprocessor_which_starts_again(tmp_path: Path) -
         ((again, _),) = preprocessors().items()
         assert again != child
         up.send_signal(signal.SIGINT)
-        output = up.communicate(timeout=PATIENCE_S)[0]
+        output = up.communicate(timeout=START_S)[0]
     finally:
         up.kill()
     assert output.splitlines()[-1] == "tandem: stopped"
