@@ -236,10 +236,6 @@ class Borrower:
         """Whether the lender has not yet sent Started."""
         return self._state is _State.OPENING
 
-    def expects(self, first: int) -> bool:
-        """Return whether an announcement starting at `first` is the next one."""
-        return self._state is _State.READING and first == self._announced_end
-
     @property
     def hold_at(self) -> int | None:
         """First block that is read and not bound, which this engine must not compute; None without one."""

@@ -1,13 +1,11 @@
 """Cases of the public reports, each a coroutine that disturbs one request, and the judgement of its end."""
 
 import asyncio
-import os
 import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from bench.compare_kv.sides import (
@@ -19,8 +17,6 @@ from bench.compare_kv.sides import (
     Answer,
     Side,
     Truth,
-    one_server,
-    opened,
     random_prompt,
 )
 
@@ -369,10 +365,3 @@ def figures_of(case: Case, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return a case's figures, for the JSON."""
     row = row_of(case, outcomes)
     return asdict(row) | {"title": case.title, "outcomes": [asdict(outcome) for outcome in outcomes]}
-
-
-async def run_once(name: str, side: str, seed: str, scratch: Path) -> Outcome:
-    """Start a side and the server of the right tokens, and run one case once."""
-    cores = sorted(os.sched_getaffinity(0))
-    async with one_server(scratch / "one", cores[0]) as truth, opened(side, scratch, cores) as serving:
-        return await run_case(CASES[name], serving, seed, truth)
