@@ -132,17 +132,15 @@ ANSWER_TIMEOUT_S = 10.0
 MOST_BYTES = 1 << 20
 """Largest accepted answer, in bytes."""
 LONGEST_REASON = 300
-
-
-_POOL = r"^((deployments|statefulsets)/)?[^/]*$"
+POOL_NAME = r"^(((deployments|statefulsets)/)?[^/]+)?$"
 
 
 class KubernetesConfig(ApiServerSettings):
     """Location of the pools."""
 
-    prefill: str = Field(default="", pattern=_POOL)
+    prefill: str = Field(default="", pattern=POOL_NAME)
     """Prefill pool: a Deployment's name, or statefulsets/NAME; empty leaves that pool alone."""
-    decode: str = Field(default="", pattern=_POOL)
+    decode: str = Field(default="", pattern=POOL_NAME)
     """Decode pool, likewise."""
     namespace: str = ""
     """Namespace. Default: the planner's own."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequest, StartError, Unavailable
 from cluster.fair_turns import FairTurns
-from cluster.process.tasks import Tasks, all_of, log_bugs
+from cluster.process.tasks import Tasks, all_of, each_of, log_bugs
 from engine.config import WorkerConfig
 from engine.media import (
     MAX_THUMBNAIL_BYTES,
@@ -187,7 +187,7 @@ class Children:
         """End all children."""
         children = list(self._all)
         await self._tasks.close()
-        await all_of(child.end() for child in children)
+        await each_of(child.end() for child in children)
 
     async def _work(self, tenant: str, frame: Frame, begun: asyncio.Event) -> Processed:
         """Have a child answer a request. Raises InvalidRequest or Unavailable."""

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
@@ -38,10 +38,13 @@ class MediaSettings(VllmFlags, HostSettings, DrainSettings, HealthSettings, Metr
 _HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[?[0-9a-f:.]+\]?")
 
 
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class PreprocessorConfig(ReachedSettings, MediaSettings):
     """Settings of a preprocessor, which makes pictures, sounds and videos ready for models."""
 
-    models: dict[str, ModelPath] = Field(default_factory=dict)
+    models: dict[ModelName, ModelPath] = Field(default_factory=dict)
     """Model directories, or repositories of the Hugging Face Hub as org/name[@revision], by the names that routers
     have: config, tokenizer and processor; the preprocessor neither reads nor fetches weights."""
     model: ModelPath | None = Field(default=None, validate_default=True)

@@ -71,7 +71,7 @@ class Outcome:
     serves: bool
     """Whether the next prompt, undisturbed, has an answer of equal tokens, ended servers having been started again."""
     held: Mapping[str, float | str]
-    """What each node still holds after FREE_WITHIN_S, or why it cannot tell; empty when all is free."""
+    """Rest that each node still holds after FREE_WITHIN_S, or why it cannot tell; empty when all is free."""
     free_s: float
     """Seconds after the next request until nothing was held."""
     notes: Mapping[str, Any]

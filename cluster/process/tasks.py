@@ -6,8 +6,8 @@ asyncio refers to tasks weakly, and keeps a failure until somebody asks for it. 
 - a loop that lives as long as its owner, work that a callback starts, work that its caller does not wait for:
   `Tasks.spawn`, ended by `Tasks.close` in the owner's `close` or `stop`;
 - work beside a block: `async with Tasks()`, which ends it however the block ends;
-- a race: `first_of`; all of several, or the first failure: `all_of`, which is a TaskGroup; all, with their failures:
-  `outcomes_of`;
+- a race: `first_of`; all of several, or the first failure: `all_of`, which is a TaskGroup; all, whatever fails,
+  such as several ends: `each_of`, or `outcomes_of` for the failures;
 - a wait with an end: `happens`, or asyncio.timeout;
 - a block that others may end, such as a request whose client leaves: `Endable`. Nothing else cancels the task that it
   runs in, and nothing takes a cancellation back.
@@ -141,6 +141,13 @@ async def outcomes_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T | Excep
             return failure
 
     return await all_of(map(outcome, works))
+
+
+async def each_of(works: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Wait until all are over; the first failure cancels no other, and is raised afterwards."""
+    for outcome in await outcomes_of(works):
+        if isinstance(outcome, Exception):
+            raise outcome
 
 
 class Endable:

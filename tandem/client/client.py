@@ -20,7 +20,7 @@ from cluster.errors import InvalidRequest, ServiceError, Unavailable, UnknownReq
 from cluster.network.error_status import from_proto, from_rpc_error
 from cluster.network.rpc import media_channel
 from cluster.network.tls import ClientIdentity
-from cluster.process.tasks import all_of
+from cluster.process.tasks import each_of
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tandem.client.call_span import CallSpan, Metadata
@@ -78,7 +78,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        await all_of(link.close() for link in self._channels)
+        await each_of(link.close() for link in self._channels)
 
     async def generate(
         self, text: str | None = None, **options: Unpack[GenerateOptions]

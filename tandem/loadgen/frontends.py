@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, StartError, Unavailable
 from cluster.install import needing
 from cluster.network.tls import ClientIdentity
-from cluster.process.tasks import all_of
+from cluster.process.tasks import each_of
 from protos import inference_pb2 as pb
 from tandem.client import Client
 from workloads.request import MAX_HASH_ID, TraceRequest, shown
@@ -171,7 +171,7 @@ class GrpcFrontend(Frontend):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await all_of(client.close() for client in self._clients)
+        await each_of(client.close() for client in self._clients)
 
     async def ask(self, request: TraceRequest, on_tokens: OnTokens) -> pb.Finish:
         prompt: dict[str, Any]

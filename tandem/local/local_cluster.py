@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from cluster.config import Config, secrets_of, to_overrides
 from cluster.errors import StartError
 from cluster.network.tls import member_of
-from cluster.process.tasks import Tasks, all_of
+from cluster.process.tasks import Tasks, all_of, each_of
 from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from preprocessor.config import PreprocessorConfig
@@ -195,7 +195,7 @@ class LocalCluster:
     async def stop(self) -> None:
         media = [] if self.preprocessor is None else [self.preprocessor]
         roles = [*self.workers, *self.routers, *media, *self.encoders]
-        await all_of(stop_process(role.process) for role in roles)
+        await each_of(stop_process(role.process) for role in roles)
 
     async def _start(self) -> None:
         routers = self.topology.routers

@@ -15,7 +15,7 @@ from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.logs import set_up
 from cluster.process.life import SignalledRole, run_role
-from cluster.process.tasks import Tasks, all_of
+from cluster.process.tasks import Tasks, each_of
 from cluster.roles import Role
 from cluster.settings import LogSettings
 from engine.config import WorkerConfig
@@ -89,7 +89,7 @@ class SimPool:
         await gone.worker.stop()
 
     async def close(self) -> None:
-        await all_of(self.kill(worker_id) for worker_id in list(self.workers))
+        await each_of(self.kill(worker_id) for worker_id in list(self.workers))
         await self._tasks.close()
 
 

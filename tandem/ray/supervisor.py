@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.errors import StartError, TandemError, Unavailable
 from cluster.network.tls import TlsIdentity, member_of
 from cluster.process.life import Addresses
-from cluster.process.tasks import Tasks, all_of, outcomes_of
+from cluster.process.tasks import Tasks, all_of, each_of, outcomes_of
 from engine.config import WorkerConfig
 from tandem.cluster_file import PREPROCESSOR, encoder_name, with_preprocessor
 from tandem.members import workers_at
@@ -253,7 +253,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         await self._tasks.close()
-        await all_of(role.stop() for role in self.roles.values())
+        await each_of(role.stop() for role in self.roles.values())
         self.group.remove()
 
     def _keep(self, role: Role, cause: str = "") -> None:
@@ -334,7 +334,7 @@ class Supervisor:
         """
         async with self._order:
             members = [self.roles[name] for name in names if name in self.roles]
-            await all_of(each.switch(role) for each in members)
+            await each_of(each.switch(role) for each in members)
             self._say(f"{', '.join(each.name for each in members)}: {role} workers now")
             self._say.done()
 
@@ -350,7 +350,7 @@ class Supervisor:
         if role == "decode" and count == 0 and members:
             raise TandemError("decode=0: nothing would be served; tandem down ends the cluster")
         leaving, taken = members[count:], set(self.roles)
-        await all_of(each.leave() for each in leaving)
+        await each_of(each.leave() for each in leaving)
         for each in leaving:
             self.group.give_back(each.options)
         free = (name for number in range(count + len(taken)) if (name := f"{prefix}{number}") not in taken)
@@ -441,7 +441,7 @@ class Supervisor:
 
         Raises TandemError.
         """
-        await all_of(role.leave() for role in roles)
+        await each_of(role.leave() for role in roles)
         anew: list[Role] = []
         for role in roles:
             again = self._role(role.name, role.module, role.config, role.options, role.of_node)
@@ -478,7 +478,7 @@ class Supervisor:
                 await asyncio.sleep(LOOK_FOR_IT_EVERY_S)
 
     async def _look(self) -> None:
-        await all_of(role.look() for role in self.roles.values() if role.is_worker)
+        await each_of(role.look() for role in self.roles.values() if role.is_worker)
 
     def _of_role(self, role: str, model: str) -> list[Role]:
         """Return the roles of a model by present role, in order of their numbers."""

@@ -15,11 +15,14 @@ PLANNER: dict[str, Any] = {"planner": {"enabled": True}}
 ROUTER_SCALER: dict[str, Any] = {"enabled": True, "minReplicas": 2, "maxReplicas": 3}
 
 
-@pytest.fixture(params=[pytest.param(HELM, id="helm 4"), pytest.param(HELM_3, id="helm 3", marks=long)])
+BINARIES = {"helm 4": HELM, "helm 3": HELM_3}
+
+
+@pytest.fixture(params=["helm 4", pytest.param("helm 3", marks=long)])
 def binary(request: pytest.FixtureRequest) -> str:
-    if request.param is None:
-        pytest.skip("not there: `make helm` gets it")
-    return str(request.param)
+    if (path := BINARIES[request.param]) is None:
+        pytest.skip(f"no {request.param}: `make helm` gets it")
+    return str(path)
 
 
 class Release:

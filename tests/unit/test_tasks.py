@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.process.tasks import Endable, Tasks, all_of, failure_of, first_of, happens, outcomes_of
+from cluster.process.tasks import Endable, Tasks, all_of, each_of, failure_of, first_of, happens, outcomes_of
 from support.virtual_loop import settle
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +148,15 @@ async def test_all_or_the_first_failure() -> None:
 async def test_all_with_their_failures() -> None:
     failure = ValueError("no")
     assert await outcomes_of([_after(2.0, 1), _after(1.0, failure), _after(3.0, 2)]) == [1, failure, 2]
+    ended: list[int] = []
+
+    async def end() -> None:
+        await _after(3.0, 0)
+        ended.append(1)
+
+    with pytest.raises(ValueError, match="no"):
+        await each_of([_after(1.0, failure), end()])
+    assert ended
 
 
 def test_only_owners_make_tasks_and_nothing_takes_a_cancellation_back() -> None:

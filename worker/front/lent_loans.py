@@ -9,7 +9,7 @@ from typing import Protocol
 
 from cluster.errors import TandemError
 from cluster.process.life import Drain
-from cluster.process.tasks import all_of
+from cluster.process.tasks import each_of
 from engine.messages.from_engine import CacheChanged, LoadReport
 from engine.messages.to_engine import DrainLoans, EndLoans, ToEngine
 
@@ -86,5 +86,5 @@ async def empty(requests: Drain, loans: LentLoans, drain_s: float, clock: Callab
                 quiet_at = now + RETURN_S
             await asyncio.sleep(0.02)
         loans.end_all()
-    await all_of([requests.idle(END_S), loans.idle(END_S)])
+    await each_of([requests.idle(END_S), loans.idle(END_S)])
     return handed_over
