@@ -98,8 +98,6 @@ def test_where_kubernetes_is_must_be_known(account: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(StartError, match=r"kubernetes\.api_server"):
         KubernetesExecutor(KubernetesConfig.parse({"decode": "d", "account_dir": account}))
-    with pytest.raises(StartError, match=r"kubernetes\.prefill"):
-        PlannerConfig.parse({"routers": ["router:1"], "kubernetes": {"prefill": "deployments/"}})
     with pytest.raises(StartError, match=r"kubernetes\.decode"):
         KubernetesExecutor(KubernetesConfig.parse({"api_server": "http://x:1", "account_dir": account}))
     (account / "namespace").unlink()
@@ -109,6 +107,7 @@ def test_where_kubernetes_is_must_be_known(account: Path, monkeypatch: pytest.Mo
         ({}, "routers"),
         ({"routers": ["x:1"], "kubernetes": {"decode": "d"}, "switch": True}, "switch"),
         ({"kubernetes": {"decode": "pods/d"}}, r"kubernetes\.decode"),
+        ({"kubernetes": {"prefill": "deployments/"}}, r"kubernetes\.prefill"),
     ):
         with pytest.raises(StartError, match=field):
             PlannerConfig.parse(settings).check()
