@@ -18,8 +18,11 @@ from cluster.network.rpc import bind_reason
 from cluster.network.tls import Credentials, MemberIdentity
 from cluster.process.loop_watch import loop_time
 
-BEAT_S = 5.0
-"""Seconds without a frame after which a side beats."""
+BEAT_S = 3.0
+"""Seconds between two looks at a connection; a side beats that has written nothing since its last look.
+
+A quiet side's frames are up to twice as far apart. SILENT_S exceeds that by seconds, for beats of a busy machine.
+"""
 SILENT_S = 10.0
 """Seconds without a frame of the peer after which it has failed. A stall of this side's loop does not count."""
 OPEN_S = 5.0
@@ -162,6 +165,7 @@ class MuxStream(asyncio.Protocol):
             return
         if not self._has_written:
             self.mux.beat()
+            self._write()  # now: a beat that left after this look would stand for the next one
         self._has_written = False
         self._beats = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
 

@@ -1,6 +1,7 @@
 """Connections of members: how their ends come to both sides, what a peer that is silent or does not read costs."""
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -120,6 +121,24 @@ async def test_a_silent_peer_has_failed_and_a_quiet_one_has_not() -> None:
     await asyncio.sleep(SILENT_S + 2 * BEAT_S)
     assert isinstance(caller.ended, Unavailable)
     assert "silent" in str(caller.ended)
+
+
+async def test_a_quiet_side_beats_long_before_its_peer_gives_it_up() -> None:
+    """A busy machine may delay a beat by seconds."""
+    caller = MuxStream(b"hello")
+    _, to_server, _ = join(caller, echo)
+    await settle()
+    loop, written_at = asyncio.get_running_loop(), list[float]()
+    for tick in range(200):
+        if tick == 42:
+            caller.mux.note(b"just after a look")
+        to_server.writes.clear()
+        await asyncio.sleep(BEAT_S / 20)
+        written_at += [loop.time()] * bool(to_server.writes)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(written_at)]
+    assert max(gaps) < SILENT_S - BEAT_S
+    caller.end()
+    await settle()
 
 
 async def test_a_heartbeat_is_never_written_to_a_closed_transport() -> None:
