@@ -127,21 +127,25 @@ async def batch_by(http_port: int) -> None:
 
 @pytest.fixture
 def ray_head() -> Iterator[str]:
-    """A Ray cluster of its own, as `ray start` makes it: its dashboard's address."""
+    """A Ray cluster of its own, as `ray start` makes it: its dashboard's address.
+
+    It lies in a folder of its own, so that whoever looks for a cluster on this machine does not find it. A socket's
+    path in it must be short.
+    """
     port, dashboard = free_port(), free_port()
-    started = run(
-        BIN / "ray",
-        "start",
-        "--head",
-        f"--port={port}",
-        f"--dashboard-port={dashboard}",
-        "--num-cpus=2",
-        "--object-store-memory=100000000",
-        "--disable-usage-stats",
-    )
-    assert started.returncode == 0, started.stdout + started.stderr
-    yield f"http://127.0.0.1:{dashboard}"
-    run(BIN / "ray", "stop", "--force")
+    options = (f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2", "--object-store-memory=100000000")
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        command = [BIN / "ray", "start", "--head", "--block", "--disable-usage-stats", "--temp-dir", folder, *options]
+        head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+        assert head.stdout is not None
+        printed = ""
+        while "Ray runtime started" not in printed:
+            line = head.stdout.readline()
+            assert line, printed
+            printed += line
+        yield f"http://127.0.0.1:{dashboard}"
+        head.terminate()
+        head.communicate()
 
 
 def submit(*arguments: str) -> None:
