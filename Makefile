@@ -70,7 +70,7 @@ unit: $(INSTALLED)
 	$(BIN)/pytest -n 2 $(FILES) tests/unit
 
 integration: $(INSTALLED) $(HELM)
-	$(BIN)/pytest -n 6 $(FILES) $(SEVERAL)
+	$(BIN)/pytest -n 8 $(FILES) $(SEVERAL)
 
 # A process of its own: Ray's test cluster leaves its traces in the one that it is made in.
 ray: $(INSTALLED)
@@ -87,7 +87,7 @@ test-agents: $(INSTALLED) agents
 
 # With vLLM's own environment; skipped where vLLM could not be installed.
 test-vllm: $(INSTALLED)
-	$(BIN)/pytest -n 2 $(FILES) tests/vllm_backend
+	$(BIN)/pytest -n 3 $(FILES) tests/vllm_backend
 
 # With vLLM 0.31, and with 0.33, which has no build for CPUs: see below.
 test-vllm-versions: $(INSTALLED) vllm-0.33
