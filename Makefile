@@ -15,10 +15,10 @@ HELM := .helm/helm
 # Each file runs in one process, in the order of their names: files of few tests are the slow ones, and must not come last.
 # Integration tests wait for processes of theirs, so more of them run at a time.
 FILES := --dist loadfile --no-loadscope-reorder -m "not long" --durations 15 --durations-min 5
-SEVERAL := tests/pods tests/e2e/test_right.py tests/e2e/test_structured.py tests/helm tests/package tests/integration
+SEVERAL := tests/pods tests/e2e tests/helm tests/package tests/integration
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-busy test-slow test-package agents test-agents vllm vllm-0.33 vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-fleet bench-null bench-gpu compare compare-kv dynamo protos check-protos install clean
+.PHONY: demo test test-busy test-slow test-package agents test-agents vllm vllm-0.33 vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-fleet bench-null bench-gpu compare compare-kv dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -35,13 +35,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	@$(BIN)/tandem demo
 
-# The first group runs in parallel. Ray's tests run alone: beside others its nodes time out.
+# The first group runs in parallel, and Ray's tests beside vLLM's: they mostly wait, for nodes that must not starve.
 test: $(INSTALLED)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync unit lint types docs check-protos vllm-if-on-offer
-	@$(MAKE) --no-print-directory integration e2e ray test-vllm
+	@$(MAKE) --no-print-directory integration
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync ray test-vllm
 
 # `make test` on a busy machine, beside two processes that compute for ever; and on a slow one, where each step of an engine
-# takes three times as long. OF="unit e2e" runs these targets instead of all.
+# takes three times as long. OF="unit ray" runs these targets instead of all.
 OF ?= test
 test-busy: $(INSTALLED)
 	@for _ in 1 2; do $(BIN)/python -c 'while True: pass' & loops="$$loops $$!"; done; trap "kill $$loops" EXIT; \
@@ -69,10 +70,7 @@ unit: $(INSTALLED)
 	$(BIN)/pytest -n 2 $(FILES) tests/unit
 
 integration: $(INSTALLED) $(HELM)
-	$(BIN)/pytest -n 6 $(FILES) $(SEVERAL)
-
-e2e: $(INSTALLED) $(HELM)
-	$(BIN)/pytest -n 2 $(FILES) tests/e2e/test_up.py tests/e2e/test_by_hand.py
+	$(BIN)/pytest -n 8 $(FILES) $(SEVERAL)
 
 # A process of its own: Ray's test cluster leaves its traces in the one that it is made in.
 ray: $(INSTALLED)
@@ -89,7 +87,7 @@ test-agents: $(INSTALLED) agents
 
 # With vLLM's own environment; skipped where vLLM could not be installed.
 test-vllm: $(INSTALLED)
-	$(BIN)/pytest -n 2 $(FILES) tests/vllm_backend
+	$(BIN)/pytest -n 3 $(FILES) tests/vllm_backend
 
 # With vLLM 0.31, and with 0.33, which has no build for CPUs: see below.
 test-vllm-versions: $(INSTALLED) vllm-0.33

@@ -14,6 +14,8 @@ from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
 
 import ray
 import ray.exceptions
@@ -36,6 +38,10 @@ OBJECT_STORE_BYTES = 100 << 20
 """Size of Ray's object store, near its minimum, since Tandem stores nothing there."""
 RAY_ATTEMPTS, LATE = 3, "timed out during startup"
 """Attempts to start a Ray cluster, and Ray's words for a node that was not ready in time."""
+NICENESS = "RAY_worker_niceness"
+OF_ACTORS = {"env_vars": {NICENESS: os.environ[NICENESS]}}
+"""Environment of actors on a cluster that was running. At Ray's default niceness of 15, another process that computes
+would leave a server a thirtieth of a core."""
 OF_OUR_OWN = {"gcs_rpc_server_reconnect_timeout_s": 8}
 """Ray settings of a cluster that ends with its driver. Where both are told to stop together, as by systemd, its parts
 would otherwise wait a minute for the head to return."""
@@ -179,7 +185,7 @@ async def _ray(say: ProgressSteps, verbose: bool) -> AsyncIterator[None]:
     """Join the running Ray cluster, or start one for the duration of the block."""
     quiet = {"log_to_driver": verbose, "logging_level": "error", "configure_logging": True, "namespace": NAMESPACE}
     try:
-        ray.init(address="auto", **quiet)
+        ray.init(address="auto", runtime_env=OF_ACTORS, **quiet)
         say("joined the Ray cluster that was running")
     except ConnectionError:
         say("no Ray cluster is running: starting one on this machine")

@@ -72,7 +72,7 @@ WITH_OPERATORS: dict[str, dict[str, Any]] = {
         "models": [
             {
                 "name": "a",
-                "source": {"configMap": {}},
+                "source": {"image": {"reference": "models:1"}},
                 "decode": {"replicas": 1, "config": {"engine": "vllm", "tensor_parallel": 2, "nodes": 2}},
             }
         ]

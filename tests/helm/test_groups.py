@@ -31,7 +31,8 @@ def rendered(name: str, kind: str) -> list[dict[str, Any]]:
 
 def model(config: dict[str, Any], **pool: Any) -> dict[str, Any]:
     """Values with one model, whose decode workers have these settings."""
-    return {"models": [{"name": "a", "source": {"configMap": {}}, "decode": {"replicas": 1, "config": config} | pool}]}
+    decode = {"replicas": 1, "config": config} | pool
+    return {"models": [{"name": "a", "source": {"image": {"reference": "models:1"}}, "decode": decode}]}
 
 
 def settings_of(spec: dict[str, Any]) -> dict[str, str]:

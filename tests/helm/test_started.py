@@ -95,11 +95,15 @@ async def test_the_doctor_lets_a_good_pod_start_and_stops_a_broken_one(tmp_path:
         folder, options = tmp_path / str(code), ["--set", "worker.doctor=true"]
         if code:
             options += [f"--set=models[0].decode.config.{each}" for each in ("engine=vllm", setting)]
+            options += ["--set-json", 'models[0].source={"hostPath": {"path": "/srv"}}']
         node = LoopbackPods(render(ROOT / "helm" / "examples" / "sim.yaml", *options), folder, {})
         node.schedule({})
         (pod, *_) = node.pods_of("demo-simulated-decode")
         (doctor,) = pod.spec["initContainers"]
         place, env = node.mounts(pod), node.environment(doctor, {"metadata.name": pod.name, "status.podIP": pod.ip})
+        if code:
+            os.rmdir(place("/models/simulated"))
+            write_sim_model(Path(place("/models/simulated")), 1000)
         process = await asyncio.create_subprocess_exec(
             *(str(BIN / doctor["command"][0]), *doctor["command"][1:]),
             *(place(part) for part in doctor["args"]),

@@ -123,6 +123,10 @@ def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
         ),
         ({"worker": {"config": {"transport": "ucxx"}}}, "config.transport of a worker: ucxx listens on"),
         (
+            {"models": [keeping(0, replicas=1, config={"engine": "vllm"}) | {"source": {"configMap": {}}}]},
+            "models: a.source.configMap: has no weights, which the vllm engine of decode reads",
+        ),
+        (
             {"models": [keeping(0, replicas=1, canary={"replicas": 1, "config": {"transport": "ucxx"}})]},
             "config.transport of a worker: ucxx listens on",
         ),
@@ -417,9 +421,11 @@ values_of_all_kinds = st.fixed_dictionaries(
 @settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(values_of_all_kinds, words)
 def test_valid_values_render_to_valid_manifests(values: dict[str, Any], release: str) -> None:
-    for pool in (model[role] for model in values["models"] for role in ROLES if role in model):
+    for model, pool in ((model, model[role]) for model in values["models"] for role in ROLES if role in model):
         if "planner" in values:  # it does what autoscaling would
             pool.pop("autoscaling", None)
+        if "configMap" in model["source"]:
+            pool.pop("gpus", None)
         if pool.get("gpus"):
             pool["config"] = {**pool.get("config", {}), "engine": "vllm", "tensor_parallel": pool["gpus"]}
         least = 2 if "planner" in values else HPA["minReplicas"] if "autoscaling" in pool else pool["replicas"]

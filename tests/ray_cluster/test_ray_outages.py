@@ -32,6 +32,7 @@ ROUNDS = int(os.environ.get("TANDEM_ROUNDS", "1"))
 PORT = 50051
 ALL = ["decode-0", "decode-1", "prefill-0"]
 NOTICED_WITHIN_S = DEAD_AFTER_S + 60.0
+STARTED_WITHIN_S = 300.0
 FREE_WITHIN_S = 60.0
 LOANS_WITHIN_S = 90.0
 SHORT_S = 2.0
@@ -210,7 +211,7 @@ async def long_outage(site: Site, number: int) -> None:
     site.note("the supervisor knows of the lost workers", cut_at)
     await site.answered(streams)
     elsewhere = {"decode-0": site.other.ip, "decode-1": site.other.ip}
-    await site.reach(elsewhere, "the decode worker runs on the other node", 30)
+    await site.reach(elsewhere, "the decode worker runs on the other node", STARTED_WITHIN_S)
     await site.answered(site.ask(f"without-{number}"))
     assert any("prefill-0: waiting for room" in line for line in site.told[begun:])
 
@@ -224,7 +225,8 @@ async def long_outage(site: Site, number: int) -> None:
     site.note("the lost node's processes have ended", healed_at)
     await site.answered(streams)
     await site.lender.start_ray_again(site.nodes.head)
-    await site.reach(elsewhere | {"prefill-0": site.lender.ip}, "the prefill worker is back with its node", 30)
+    back = elsewhere | {"prefill-0": site.lender.ip}
+    await site.reach(back, "the prefill worker is back with its node", STARTED_WITHIN_S)
 
 
 async def short_outage(site: Site, number: int) -> None:

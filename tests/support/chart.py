@@ -187,7 +187,7 @@ def pod_templates(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 def keeping(available: int, **pool: Any) -> dict[str, Any]:
     """A model with a PodDisruptionBudget."""
-    return {"name": "a", "source": {"configMap": {}}, "decode": {"minAvailable": available, **pool}}
+    return {"name": "a", "source": {"image": {"reference": "models:1"}}, "decode": {"minAvailable": available, **pool}}
 
 
 def config_of(manifests: list[dict[str, Any]], name: str, container: str) -> dict[str, Any]:
