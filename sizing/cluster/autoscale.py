@@ -30,12 +30,19 @@ class Sizes:
     wanted_decode: int
 
 
+@dataclass(frozen=True, slots=True)
+class Autoscale:
+    """Settings of a cluster's planner during a trace."""
+
+    policy: PolicyConfig
+
+
 @dataclass(slots=True)
 class Autoscaler:
     """Planner of one run."""
 
     cluster: SimCluster
-    policy: PolicyConfig
+    settings: Autoscale
     spec_of: Callable[[Role], WorkerSpec]
     """Function that returns the spec of a new worker."""
     sizes: list[Sizes] = field(default_factory=list)
@@ -52,7 +59,7 @@ class Autoscaler:
         self.cluster.clock.at(START_S, self._run_round)
 
     def _run_round(self) -> None:
-        cluster, policy = self.cluster, self.policy
+        cluster, policy = self.cluster, self.settings.policy
         now = cluster.clock.now
         statuses = [load_status(MODEL, router.fleet, router.admission) for router in cluster.routers]
         for router, status in zip(cluster.routers, statuses, strict=True):
@@ -89,7 +96,7 @@ class Autoscaler:
         for _ in range(-surplus):
             worker_id = f"{role}-{self._numbers[role]:04}"
             self._numbers[role] += 1
-            cluster.add(worker_id, self.spec_of(role), self.policy.start_s)
+            cluster.add(worker_id, self.spec_of(role), self.settings.policy.start_s)
         latest = [worker_id for worker_id, spec in cluster.starting.items() if spec.role == role][::-1]
         victims = [*latest, *(worker.worker_id for worker in self._staying(role))]
         for worker_id in victims[: max(0, surplus)]:

@@ -4,6 +4,7 @@ import math
 
 from engine.backends.sim.settings import StepWork, Timing
 from planner.config import PolicyConfig, PoolConfig
+from sizing.cluster.autoscale import Autoscale
 from sizing.comparison.replay import Scenario, Setup, priors_of, roofline_of
 from workloads.request import BadSetup
 
@@ -19,7 +20,7 @@ def autoscaled(setup: Setup, most: int, start_s: float) -> Scenario:
         raise BadSetup("worker_start", f"{start_s} is not a number of seconds from 0")
     if setup.dp > 1:
         raise BadSetup("autoscale", f"workers come and go in groups of {setup.dp}, which the planner does not size")
-    return Scenario("conditional", 1, 1, autoscale=policy_of(setup, most, start_s))
+    return Scenario("conditional", 1, 1, autoscale=Autoscale(policy_of(setup, most, start_s)))
 
 
 def policy_of(setup: Setup, most: int, start_s: float = 60.0) -> PolicyConfig:

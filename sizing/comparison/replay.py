@@ -12,12 +12,11 @@ from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
 from engine.settings import BATCH_TOKENS_ON_CPU
 from kvcache.layout import KvLayout
-from planner.config import PolicyConfig
 from router.admission.config import AdmissionConfig
 from router.config import RouterConfig
 from router.placement.rates import Priors
 from sizing.calibration import Calibration
-from sizing.cluster.autoscale import Autoscaler, Sizes
+from sizing.cluster.autoscale import Autoscale, Autoscaler, Sizes
 from sizing.cluster.cluster import START_S, ClusterSpec, Failure, FleetMaker, SimCluster, plain_fleet
 from sizing.cluster.runner import UNLIMITED_CONTEXT
 from sizing.cluster.store import StoreSpec
@@ -152,8 +151,8 @@ class Scenario:
     prefill: int
     decode: int
     policy: Policy = "ours"
-    autoscale: PolicyConfig | None = None
-    """Policy of a planner; `prefill` and `decode` are then the initial sizes."""
+    autoscale: Autoscale | None = None
+    """Planner; `prefill` and `decode` are then the initial sizes."""
 
     @property
     def name(self) -> str:

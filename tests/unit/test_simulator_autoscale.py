@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
+from sizing.cluster.autoscale import Autoscale
 from sizing.cluster.cluster import START_S, SimCluster, audit
 from sizing.comparison.planned import autoscaled
 from sizing.comparison.replay import Scenario, Setup, replay
@@ -217,7 +218,7 @@ def test_pools_follow_the_load_and_nothing_is_lost() -> None:
         prefill_tokens_per_s=9000.0,
     )
     requests = swinging(140)
-    run = replay(SETUP, Scenario("conditional", 1, 1, autoscale=policy), requests)
+    run = replay(SETUP, Scenario("conditional", 1, 1, autoscale=Autoscale(policy)), requests)
     assert run.results.finished == 140
     sizes = [size.prefill for size in run.sizes]
     assert sizes[0] == 1
@@ -226,7 +227,7 @@ def test_pools_follow_the_load_and_nothing_is_lost() -> None:
     assert all(size.wanted_prefill <= 8 and size.wanted_decode <= 4 for size in run.sizes)
     most = max(size.prefill + size.decode for size in run.sizes)
     assert run.results.gpu_hours < 0.8 * most * run.results.duration_s / 3600
-    again = replay(SETUP, Scenario("conditional", 1, 1, autoscale=policy), requests)
+    again = replay(SETUP, Scenario("conditional", 1, 1, autoscale=Autoscale(policy)), requests)
     assert (again.results, again.sizes) == (run.results, run.sizes)
 
 
