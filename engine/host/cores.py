@@ -256,8 +256,8 @@ def stay_on(cores: Sequence[int]) -> None:
 def settle_on(share: CoreShare, niceness: int) -> None:
     """Move every thread of this process to the share's own cores and set its niceness.
 
-    Niceness is the share's above `niceness`, which the process began with; raising priority again needs
-    privileges and is not done. Raises OSError where the system refuses or lacks these cores.
+    Niceness is the share's above `niceness`, which the process began with; raising priority again needs privileges
+    and is not done. Raises OSError where the system refuses or lacks these cores.
     """
     settled: set[int] = set()
     # a thread that is not settled yet may start another
